@@ -15,6 +15,7 @@ python -m common.labs slides [STEP]      the lessons' figures as slides, in runs
 """
 
 import argparse
+import difflib
 import itertools
 import json
 import shutil
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     """Do one command. Returns 1 if a check was not passed."""
     format = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog=COMMAND, description=__doc__, formatter_class=format, allow_abbrev=False)
-    parser.add_argument("command", nargs="?", default="list", choices=("list", *COMMANDS), metavar="COMMAND")
+    parser.add_argument("command", nargs="?", default="list", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
     parser.add_argument("id", nargs="?", metavar="ID", help="of a lab, such as write-03-a; for slides, a step")
     parser.add_argument("--give-up", action="store_true", help="read a solution before the lab is passed")
     parser.add_argument("--student", type="text", metavar="N", help="your number, which chooses variants; it is kept")
@@ -72,12 +73,16 @@ def carry_out(options: argparse.Namespace, state: State) -> int:
     told = {} if options.student is None else {"student": checked_number(options.student)}
     told |= {} if options.name is None else {"name": " ".join(options.name.split())[:80]}
     told |= {} if options.board is None else {"board": str(options.board.absolute())}
+    if options.command not in ("list", *COMMANDS):
+        like = difflib.get_close_matches(options.command, COMMANDS)
+        what = f"did you mean {' or '.join(like)}?" if like else f"there are {', '.join(COMMANDS)}"
+        raise UsageError(f"there is no command {options.command}; {what}")
     if told:
         state.update(lambda state: vars(state).update(told))
     if options.give_up and options.command != "solution":
         raise UsageError("--give-up belongs to `solution`")
     if options.command == "list":
-        return show_list(state)
+        return show_list(state, options.student is not None)
     if options.command == "report":
         return report(state)
     if options.command == "slides":
@@ -104,13 +109,16 @@ def next_lab(state: State) -> Lab:
     return next((lab for lab in labs if state.word(lab) not in ("done", "given up")), labs[0])
 
 
-def show_list(state: State) -> int:
+def show_list(state: State, told: bool = False) -> int:
+    """The list of labs; `told`: the student's number was given just now."""
     for lab in find.all_labs().values():
         here = "  <- current" if lab.id == state.current else ""
         print(f"{state.word(lab):>15}  {lab.id:13}  {lab.title}  ({lab.minutes} min){here}")
     done = sum(progress.passed for progress in state.labs.values())
     lab = next_lab(state)
     command = "check" if lab.id in state.labs else "start"
+    if told:
+        print(f"\nYou are student {state.student}: labs that you start from now on have the variants of this number.")
     print(f"\n{done} of {len(find.all_labs())} are done. Next: {COMMAND} {command} {lab.id}")
     return 0
 

@@ -65,7 +65,11 @@ def unseen(source: str, path: str) -> tuple[str, dict[str, str]]:
         )
         names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
         names += [f"*{node.args.vararg.arg}"] if node.args.vararg else []
-        lines = ["# A lab asks for these lines. Here they run out of sight.", "from common.out_of_sight import run", ""]
+        lines = [
+            "# No bug is here: a lab of the kind write asks for these lines, and they run out of sight.",
+            "from common.out_of_sight import run",
+            "",
+        ]
         lines[2] = f'return run("{key}", {", ".join(["globals()", *names])})'
         lines += ["#"] * (match[0].count("\n") - len(lines))
         return "".join(f"{indent}{each}\n" for each in lines)

@@ -37,7 +37,7 @@ ANSWER = """\
 # Where is the bug? Lines are those of the file as you got it; its path begins in this folder.
 file = ""  # such as "common/model.py"
 line = 0
-why = ""  # what the code does wrong, in one sentence
+why = ""  # what the code does wrong, in one sentence of at least four words
 """
 
 
@@ -87,7 +87,7 @@ class Hunt(Lab):
         """What the student runs: two trainings that must agree, all digits of both, and the largest differences."""
         commands = [each.command(f"runs/{name}", "$FLAGS") for each, name in zip(bug.seen, ("right", "wrong"))]
         lines = ["#!/usr/bin/env bash", "# Two trainings that must agree. Change their flags, add --trace 1:1, ..."]
-        lines += ['cd "$(dirname "$0")" && export PYTHONPATH=$PWD OMP_NUM_THREADS=1', f'FLAGS="{SMALL}"', "set -x"]
+        lines += ['cd "$(dirname "$0")" && export PYTHONPATH=$PWD OMP_NUM_THREADS=1', f'FLAGS="{SMALL}"', "set -ex"]
         lines += commands
         return "\n".join(
             [*lines, f"{DIGITS}python -m common.compare runs/right runs/wrong --tolerance {TOLERANCE:g}", ""]
@@ -97,15 +97,14 @@ class Hunt(Lab):
 
     def check(self, folder: Path, student: int) -> Verdict:
         bug = self.bug(student)
-        place, said = self._grade_place(folder, bug)
+        place, said, looked = self._grade_place(folder, bug)
         if not self._changed(folder, bug):
             return Verdict(place, (said, "fix: all files are as you got them; repair the one with the bug."))
         wrong = self._wrong_after_fix(folder, bug)
         if wrong:
             return Verdict(place, (said, f"fix: not yet. On a training that you have not seen, {wrong}."))
-        other = (
-            ("Your repair works, but the code goes wrong elsewhere first. Is a line missing?",) if place < 0.5 else ()
-        )
+        elsewhere = "Your repair works, but the code goes wrong elsewhere first. Is a line missing?"
+        other = (elsewhere,) if looked and place < 0.5 else ()
         right = "fix: right. A training that you have not seen agrees with one process."
         return Verdict(place + 0.5, (said, right, *other))
 
@@ -118,19 +117,27 @@ class Hunt(Lab):
             found |= read(folder / file) != shown(file, bug.edits)
         return found
 
-    def _grade_place(self, folder: Path, bug: Bug) -> tuple[float, str]:
+    def _grade_place(self, folder: Path, bug: Bug) -> tuple[float, str, bool]:
+        """What the place is worth, a sentence about it, and whether it was looked at: the answer is complete."""
         answers = read_answers(folder)
         file, line, why = (answers.get(name, "") for name in ("file", "line", "why"))
         if not file or not line.isdecimal() or line == "0":
-            return 0.0, "place: answer.toml names no file and line yet."
-        if len(re.findall(r"\w+", why)) < WORDS:
-            return 0.0, "place: say in answer.toml, in a sentence, what the code does wrong there (why)."
+            other = [name for name in answers if name not in ("file", "line", "why")]
+            more = f" (`{other[0]}` is none of file, line and why.)" if other else ""
+            return 0.0, f"place: answer.toml names no file and line yet.{more}", False
+        file = file.replace("\\", "/").rpartition(f"{self.id}/")[2].removeprefix("./")  # as seen from this folder
+        if not (folder / file).is_file():
+            return 0.0, f"place: there is no {file} in this folder, where paths begin: such as common/model.py.", False
+        if (words := len(re.findall(r"\w+", why))) < WORDS:
+            ask = "place: say in answer.toml, in a sentence, what the code does wrong there"
+            return 0.0, f"{ask} (why): in at least {WORDS} words, it has {words}.", False
         ranges = self.places(bug)
-        if file.removeprefix("./") not in ranges:
-            return 0.0, f"place: the bug is not in {file}. What is the first number that differs, and who computes it?"
-        if not any(low - NEAR <= int(line) <= high + NEAR for low, high in ranges[file.removeprefix("./")]):
-            return 0.25, f"place: {file} is right, but line {line} is not."
-        return 0.5, f"place: right, {file} near line {line}."
+        if file not in ranges:
+            ask = "What is the first number that differs, and who computes it?"
+            return 0.0, f"place: the bug is not in {file}. {ask}", True
+        if not any(low - NEAR <= int(line) <= high + NEAR for low, high in ranges[file]):
+            return 0.25, f"place: {file} is right, but line {line} is not.", True
+        return 0.5, f"place: right, {file} near line {line}.", True
 
     def places(self, bug: Bug) -> dict[str, list[tuple[int, int]]]:
         """By file, the first and the last line of each change, in the file with the bug."""

@@ -12,13 +12,16 @@
 what the command `python -m common.labs hint write-03-a` does.
 """
 
+import re
 import subprocess
 import sys
 import textwrap
+import time
 
 from common.errors import UsageError
 from common.labs.cut import MARKED
 from common.labs.find import ROOT
+from common.labs.picture import NAME
 from common.labs.state import HOME
 
 home = HOME  # where files and results are kept
@@ -28,7 +31,12 @@ def lab(*words: str) -> None:
     """Do a command of `python -m common.labs`, and show what it prints."""
     command = [sys.executable, "-m", "common.labs", *words, "--home", str(home)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8")
-    print(done.stdout, end="")
+    print(re.sub(r"python -m common\.labs ([a-z]\w*)((?: [\w-]+)*)", _as_a_cell, done.stdout), end="")
+
+
+def _as_a_cell(match: re.Match) -> str:
+    """A command of the terminal, as one says it in a cell."""
+    return f"lab({', '.join(repr(word) for word in (match[1], *match[2].split()))})".replace("'", '"')
 
 
 def start(id: str, student: int | None = None) -> None:
@@ -40,8 +48,13 @@ def start(id: str, student: int | None = None) -> None:
 
 
 def check(id: str) -> None:
-    """Grade a lab, and show what was found."""
+    """Grade a lab, and show what was found, also as a picture if the check has drawn one."""
+    begun, picture = time.time(), home / id / NAME
     lab("check", id)
+    if picture.is_file() and picture.stat().st_mtime >= begun - 1 and "IPython" in sys.modules:
+        from IPython.display import Image, display
+
+        display(Image(filename=str(picture)))
 
 
 def fill(line: str, cell: str) -> None:
@@ -64,6 +77,9 @@ def fill(line: str, cell: str) -> None:
     match = list(MARKED.finditer(text := _text(gaps[0])))[number - 1]
     body = textwrap.indent(textwrap.dedent(cell).strip("\n") + "\n", match[1])
     gaps[0].write_text(text[: match.start(2)] + body + text[match.end(2) :], encoding="utf-8")
+    if textwrap.dedent(cell).strip() == "raise NotImplementedError":
+        print(f"{gaps[0].name}: the gap is as it was at the start, and still to be written.")
+        return
     print(f"{gaps[0].name}, line {text.count(chr(10), 0, match.start(2)) + 1}, is written.")
 
 

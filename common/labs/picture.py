@@ -23,6 +23,8 @@ def in_words(graded: Graded, notes: list[Notes]) -> list[str]:
     ranks = range(min(RANKS, graded.case.ranks))
     if graded.wrong:
         name = graded.wrong[0]
+        if not graded.expected[0].values[name].is_floating_point():
+            return [f"`{name}`: as it should be, and as it is", *(_whole_numbers(graded, name, each) for each in ranks)]
         lines = [f"`{name}`: its norm as it should be, as it is, and the norm of the difference"]
         for rank in ranks:
             right, found = graded.expected[rank].values[name].double(), graded.found[rank].get(name)
@@ -31,6 +33,11 @@ def in_words(graded: Graded, notes: list[Notes]) -> list[str]:
     if not any(each.calls for each in notes):
         return []
     return ["What each rank sends, in this order:", *(f"  rank {rank}  {_calls(notes[rank].calls)}" for rank in ranks)]
+
+
+def _whole_numbers(graded: Graded, name: str, rank: int) -> str:
+    right, found = graded.expected[rank].values[name], graded.found[rank].get(name)
+    return f"  rank {rank}  {right.tolist()}  {found.tolist() if isinstance(found, Tensor) else found}"
 
 
 def _norms(right: Tensor, found: Tensor | None) -> str:
@@ -49,12 +56,14 @@ def _calls(calls: list[SeenCall]) -> str:
 
 
 def draw(graded: Graded, notes: list[Notes], path: Path) -> bool:
-    """Draw what should be and what is, the messages over the work, and the memory at its peak. False if it cannot."""
+    """Draw what should be and what is, or else the memory at its peak; and what is sent. False if it cannot."""
     ranks = range(min(RANKS, graded.case.ranks))
-    figure, (numbers, messages, memory) = new_figure(3, 1, width=7.5, height=7.5)
-    _draw_numbers(numbers, graded, ranks)
+    figure, (first, messages) = new_figure(2, 1, width=7.5, height=5.5)
+    if graded.wrong:
+        _draw_numbers(first, graded, ranks)
+    else:
+        _draw_memory(first, notes, ranks)
     _draw_messages(messages, notes, ranks)
-    _draw_memory(memory, notes, ranks)
     figure.suptitle(f"With {graded.case}", fontsize=9)
     try:
         figure.savefig(path)
@@ -64,7 +73,7 @@ def draw(graded: Graded, notes: list[Notes], path: Path) -> bool:
 
 
 def _draw_numbers(axis, graded: Graded, ranks: range) -> None:
-    name = (graded.wrong or (next(iter(graded.expected[0].values)),))[0]
+    name, first, _ = graded.wrong
     start = 0
     for rank in ranks:
         right, found = graded.expected[rank].values[name].double(), graded.found[rank].get(name)
@@ -75,6 +84,11 @@ def _draw_numbers(axis, graded: Graded, ranks: range) -> None:
         if isinstance(found, Tensor):
             found = found.double().flatten()[:NUMBERS]
             axis.plot(places[: len(found)], found[: len(right)], ".", color=COLOURS["measured"], label=label[1])
+            if rank == first and len(found) == len(right) and (off := ~torch.isclose(found, right)).any():
+                place = int(off.nonzero()[0])
+                axis.axvline(start + place, linestyle=":", color=COLOURS["measured"], linewidth=1)
+                where = axis.get_xaxis_transform()
+                axis.text(start + place + 0.4, 0.02, "differs first", fontsize=7, transform=where)
         axis.text(start, 1.01, f"rank {rank}", transform=axis.get_xaxis_transform(), fontsize=8, va="bottom")
         start += len(right) + 2
     axis.set_xticks([])
@@ -83,10 +97,18 @@ def _draw_numbers(axis, graded: Graded, ranks: range) -> None:
 
 
 def _draw_messages(axis, notes: list[Notes], ranks: range) -> None:
+    largest = max((call.bytes for rank in ranks for call in notes[rank].calls), default=0) or 1
     for rank in ranks:
         for number, call in enumerate(notes[rank].calls):
-            axis.plot(number, rank, "s", markersize=9, color=COLOURS.get(call.op, COLOURS["other"]))
-            axis.annotate(f"{call.op}\nline {call.line}", (number, rank + 0.18), fontsize=5, ha="center", va="top")
+            size = 3 + 8 * (call.bytes / largest) ** 0.5  # its area grows with the bytes
+            axis.plot(number, rank, "s", markersize=size, color=COLOURS.get(call.op, COLOURS["other"]))
+            axis.annotate(
+                f"{call.op}\n{call.bytes:,} bytes\nline {call.line}",
+                (number, rank + 0.18),
+                fontsize=5,
+                ha="center",
+                va="top",
+            )
     most = max(len(notes[rank].calls) for rank in ranks)
     axis.set(yticks=list(ranks), yticklabels=[f"rank {rank}" for rank in ranks], ylim=(len(ranks) - 0.3, -0.5))
     axis.set(xlim=(-0.7, max(most, 6) - 0.3), xticks=[])
@@ -99,9 +121,17 @@ def _draw_memory(axis, notes: list[Notes], ranks: range) -> None:
         for held in notes[rank].largest[:TENSORS]:
             axis.barh(rank, held.bytes, left=left, color=COLOURS["activations"], edgecolor="white", height=0.6)
             if held.bytes > LABELLED * notes[rank].peak:
-                axis.text(left + held.bytes / 2, rank, f"line {held.line}", fontsize=6, ha="center", va="center")
+                where = f"line {held.line}" if held.line else "given"
+                axis.text(left + held.bytes / 2, rank, where, fontsize=6, ha="center", va="center")
             left += held.bytes
         axis.barh(rank, max(0, notes[rank].peak - left), left=left, color=COLOURS["idle"], height=0.6)
+        if notes[rank].allowed:
+            label = "enough" if rank == 0 else None
+            axis.plot(
+                [notes[rank].allowed] * 2, [rank - 0.45, rank + 0.45], "--", color=COLOURS["predicted"], label=label
+            )
+    if notes[0].allowed:
+        axis.legend(fontsize=8)
     axis.set(yticks=list(ranks), yticklabels=[f"rank {rank}" for rank in ranks])
     axis.invert_yaxis()
     axis.set_xlabel("bytes of tensors that live when most do: the largest, by the line that made them", fontsize=8)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.compare import Record
-from common.labs.answers import keep, number, read_answers
+from common.labs.answers import keep, kept, number, read_answers
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
 from common.labs.training import Launch, train
@@ -62,12 +62,16 @@ class Predict(Lab):
         if all(value is None for value in values):
             return Verdict(0.0, ("No answer yet: predict at least one number in answer.toml, then check.",))
         row = {question.name: value for question, value in zip(asked.questions, values)}
+        first = next(iter(kept(folder / "stored.jsonl")), None)
         lost = keep(folder / "stored.jsonl", row)  # before anything is measured
         commands = [
             f"  {training.command(f'runs/{self.id}-{index}', self.base)}"
             for index, training in enumerate(asked.trainings)
         ]
         stored = f"Your answer is not stored: {lost}." if lost else "Your answer is stored."
+        if first:
+            was = ", ".join(f"{name} = {first[name]}" for name in row if first.get(name) is not None) or "none"
+            stored += f" What counts as your prediction is the first one: {was}."
         lines, right = [f"{stored} What measures it:", *commands], 0
         for question, value, measured in zip(asked.questions, values, self.measured(asked)):
             passed, line = grade(question, value, measured)
@@ -83,7 +87,7 @@ class Predict(Lab):
 
     def solution(self, student: int) -> str:
         asked = self.experiment(student)
-        lines = [f"{each.name}: {each.expected:.6g}\n  {each.how}\n" for each in asked.questions]
+        lines = [f"{each.name}: {digits(each.expected)}\n  {each.how}\n" for each in asked.questions]
         return "\n".join([asked.given, "", *lines])
 
 
@@ -92,11 +96,16 @@ def grade(question: Question, value: float | None, measured: float) -> tuple[boo
     if value is None:
         return False, f"{question.name}: no answer yet."
     if abs(value - measured) <= question.tolerance * abs(measured):
-        return True, f"{question.name}: right. Measured: {measured:,.6g}."
-    for mistake, wrong in question.mistakes.items():
-        if abs(value - wrong) <= SAME * abs(wrong):
-            return False, f"{question.name}: {value:,.6g} is what one gets who {mistake}."
+        return True, f"{question.name}: right. Measured: {digits(measured)}."
+    known = [mistake for mistake, wrong in question.mistakes.items() if abs(value - wrong) <= SAME * abs(wrong)]
+    if known:
+        return False, f"{question.name}: {digits(value)} is what one gets who {', or who '.join(known[:2])}."
     size = "too large" if abs(value) > abs(measured) else "too small"
     factor = max(abs(value), abs(measured)) / max(min(abs(value), abs(measured)), 1e-300)
     hint = f"by more than {10 ** (len(str(int(factor))) - 1):,} times" if factor >= 10 else "by a factor below 10"
-    return False, f"{question.name}: {value:,.6g} is {size}, {hint}."
+    return False, f"{question.name}: {digits(value)} is {size}, {hint}."
+
+
+def digits(value: float) -> str:
+    """A number as one writes it: 1,732,608, all of it, but 0.0312 s."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"

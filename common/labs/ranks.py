@@ -164,15 +164,21 @@ def _describe(found: dict[int, Failure], finished: dict[int, Notes]) -> str:
     causes = {rank: each for rank, each in found.items() if not (each.kind == "raised" and _lost(each.text))}
     if hangs and len(causes) == len(hangs):
         where = [f"rank {rank} {failure.text}" for rank, failure in sorted(hangs.items())]
-        where += [_ended(rank, notes) for rank, notes in finished.items() if rank not in hangs]
+        where += [_ended(rank, notes, where) for rank, notes in finished.items() if rank not in hangs]
         return "it does not end. " + "; ".join(where) + "."
     rank, cause = min((causes or found).items(), key=lambda item: (item[1].kind == "hangs", item[1].when))
     return cause.text if cause.kind in ("unwritten", "reads the reference") else f"rank {rank} {cause.text}"
 
 
-def _ended(rank: int, notes: Notes) -> str:
-    late = f"; but never waited for its {notes.unwaited[0]}, line {notes.unwaited[0].line}" if notes.unwaited else ""
-    return f"rank {rank} has come to its end{late}"
+def _ended(rank: int, notes: Notes, where: list[str]) -> str:
+    """Of a rank that has come to its end while others wait, as `where` says of each of them."""
+    ended = f"rank {rank} has come to its end"
+    if notes.unwaited:
+        return f"{ended}; but never waited for its {notes.unwaited[0]}, line {notes.unwaited[0].line}"
+    for kind, does in (("send", "to"), "receives"), (("receive", "from"), "sends"):
+        if any(re.search(rf"^rank \d+ waits .*{kind[0]} of \S+ bytes {kind[1]} rank {rank}\b", each) for each in where):
+            return f"{ended} and never {does} it"
+    return ended
 
 
 def _lost(text: str) -> bool:
@@ -263,7 +269,9 @@ def _watch(watching: list[Watching], main: int, folder: Path, rank: int) -> None
             if line:
                 last = next((call for call in reversed(calls) if call.line == line), None)
                 what = f"waits in {last}, {_quoted(file, line)}" if last else f"is at {_quoted(file, line)}"
-                if calls and not last:
+                if (waited := watching[-1].waiting) and not last:
+                    what = f"waits for its {waited} of line {waited.line}, at {_quoted(file, line)}"
+                elif calls and not last:
                     what += f" (the last that it started is {calls[-1]}, line {calls[-1].line})"
                 _write(folder / f"failure.{rank}", write_failure(Failure("hangs", what, time.monotonic())))
             return

@@ -21,6 +21,7 @@ def sends_at_most(notes: Notes, most: float, why: dict[str, str]) -> Iterator[st
 
 def holds_at_most(notes: Notes, most: float, what: str) -> Iterator[str]:
     """One sentence if more bytes of new tensors lived at once."""
+    notes.allowed = most
     if notes.peak > SLACK * most:
         text = f"up to {notes.peak:,} bytes of tensors live at once, and {most:,.0f} are enough. {what}"
         if notes.largest:

@@ -65,10 +65,11 @@ class Held(NamedTuple):
 
     bytes: int
     shape: tuple[int, ...]
-    line: int  # of the student's file, that made it
+    line: int  # of the student's file, that made it; 0: it was given
 
     def __str__(self) -> str:
-        return f"{self.bytes:,} bytes ({' x '.join(map(str, self.shape)) or 'a number'}) of line {self.line}"
+        where = f"of line {self.line}" if self.line else "that you were given"
+        return f"{self.bytes:,} bytes ({' x '.join(map(str, self.shape)) or 'a number'}) {where}"
 
 
 @dataclass
@@ -83,6 +84,7 @@ class Notes:
     largest: list[Held] = field(default_factory=list)  # of what lived at the peak, the largest first
     unwaited: list[SeenCall] = field(default_factory=list)  # messages that were never waited for
     counts: Counter = field(default_factory=Counter)  # what the lab itself counts, by `count`
+    allowed: float = 0.0  # how many bytes of memory are enough, once a rule has looked
 
     def of(self, *ops: str, least: int = 0) -> list[SeenCall]:
         """The calls of these collectives of at least so many bytes."""
@@ -104,6 +106,7 @@ class Watching(TorchDispatchMode):
         super().__init__()
         self.file, self.helpers, self.notes, self._alive = file, helpers, Notes(), {}
         self._in_flight: dict[Work, SeenCall] = {}  # messages; gloo may give up what nobody refers to
+        self.waiting: SeenCall | None = None  # the message that is being waited for
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -122,11 +125,14 @@ class Watching(TorchDispatchMode):
 
     def _note_wait(self, wait):
         def noting(work, *args):
-            self._in_flight.pop(work, None)
+            self.waiting = self._in_flight.pop(work, None)
             line = self._line(sys._getframe())
             if line:
                 self.notes.waits.append((line, self.notes.products))
-            return wait(work, *args)
+            try:
+                return wait(work, *args)
+            finally:
+                self.waiting = None
 
         return noting
 
@@ -147,6 +153,12 @@ class Watching(TorchDispatchMode):
             self._in_flight[Work.unbox(out)] = call
         self._measure(args, out, line)
         return out
+
+    def hold(self, tensor: torch.Tensor, line: int = 0) -> None:
+        """Count a tensor as memory as long as it lives."""
+        storage = tensor.untyped_storage()
+        held = Held(storage.nbytes(), tuple(tensor.shape), line)
+        self._alive[storage._cdata] = StorageWeakRef(storage), held
 
     def _line(self, frame) -> int:
         return line_of(self.file, frame, self.helpers)
@@ -172,8 +184,7 @@ class Watching(TorchDispatchMode):
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
-                held = Held(storage.nbytes(), tuple(tensor.shape), line)
-                self._alive[storage._cdata] = StorageWeakRef(storage), held
+                self.hold(tensor, line)
         for pause in (0, 0.001, 0.01):  # a thread of gloo may refer to what it has sent for a moment longer
             self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
             total = sum(held.bytes for _, held in self._alive.values())
@@ -186,9 +197,19 @@ class Watching(TorchDispatchMode):
 
 def count(what: str) -> None:
     """Count something in the notes that are being taken, if any are."""
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, Watching):
-            mode.notes.counts[what] += 1
+    for mode in _watching():
+        mode.notes.counts[what] += 1
+
+
+def lend(tensors: list[torch.Tensor]) -> None:
+    """Count these as memory, too: what a student is given, and may put another tensor in the place of."""
+    for mode in _watching():
+        for tensor in tensors:
+            mode.hold(tensor)
+
+
+def _watching() -> list[Watching]:
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Watching)]
 
 
 def line_of(file: str, frame, helpers: Collection[str] = ()) -> int:

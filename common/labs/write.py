@@ -100,7 +100,8 @@ class WriteLab(Writing):
         for case, results in zip(cases, outcome.results):
             for rank, (_, notes) in enumerate(results):
                 for fault in self._faults(case, rank, notes):
-                    faults.setdefault(fault, f"With {case}, rank {rank}: {fault}")
+                    kind = re.sub(r"\d[\d,]*", "#", fault)  # the same in other sizes need not be said again
+                    faults.setdefault(kind, f"With {case}, rank {rank}: {fault}")
         right = sum(not each.wrong for each in graded)
         first = next((each for each in graded if each.wrong), None)
         feedback = first.lines(graded) if first else []

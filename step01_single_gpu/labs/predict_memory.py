@@ -34,6 +34,7 @@ def experiment(student: int) -> Experiment:
             "parameter.",
             {
                 "counts one moment, and Adam keeps two": 4 * count,
+                "counts numbers, of which there are two per parameter, and each has 4 bytes": 2 * count,
                 "counts weights or gradients as well, which were there before": 12 * count,
                 "counts all of the 16 bytes per parameter, of which 8 were there before": 16 * count,
             },
@@ -48,6 +49,9 @@ def experiment(student: int) -> Experiment:
             {
                 "counts one layer": layer,
                 "counts log-probabilities alone": head,
+                "lets attention keep its scores, a number for each pair of tokens in each head: fused, it keeps none": (
+                    sequence + 4 * layers * model.heads * seq**2
+                ),
                 "counts 2 bytes per number; this run is in float32": sequence / 2,
                 "multiplies by all sequences": sequence * MORE,
             },

@@ -38,6 +38,8 @@ def bytes_of(student: int) -> Experiment:
         "sums in every micro-batch (all but the last one only add up)": right * batches,
         "counts a reduce-scatter or an all-gather, and an all-reduce is both": right / 2,
         "counts all N parts of the buffer, although a rank's own needs no trip": 8 * size,
+        "counts numbers, and each has 4 bytes": right / 4,
+        "counts what all ranks send together; each sends 1/N of it": right * ranks,
         "counts 2 bytes per gradient, although sums have at least float32": right / 2,
     }
     how = f"2(N-1)/N times 4 bytes times {size:,} gradients: once per step, whatever the number of micro-batches."
@@ -74,6 +76,7 @@ def link_of(student: int) -> Experiment:
             half: (once + travel) / 2,
             "forgets the loss and the norm, two all-reduces of one number each": forgotten,
             "counts an all-reduce for each gradient": each,
+            "counts the latencies, and forgets that the bytes take time as well": 3 * rounds,
         },
     )
     flags = f"{SHALLOW} --global-batch 2 --micro-batch 1"
@@ -124,7 +127,14 @@ def norms_of(student: int) -> Experiment:
             0.01,
             1 / ranks,
             "Each loss is a share of the mean over the whole batch already, so the sum needs no division.",
-            {"takes the loss of a rank for its own mean: then the division would be right": 1.0, **other},
+            {
+                "takes the loss of a rank for its own mean: then the division would be right": 1.0,
+                "takes the square root, as if ranks were independent: a factor of all gradients is one of the norm": (
+                    ranks**-0.5
+                ),
+                "divides squares, and so twice: the root comes after": ranks**-2.0,
+                **other,
+            },
         ),
         Question(
             "own_mean",
@@ -144,7 +154,12 @@ def norms_of(student: int) -> Experiment:
             0.01,
             ranks**0.5,
             "Squares are added up: N times their sum, so the square root of N in the norm.",
-            {"forgets that squares are added up, and then the root is taken": float(ranks), **other},
+            {
+                "forgets that squares are added up, and then the root is taken": float(ranks),
+                "lets copies count for nothing, because they are equal": 1.0,
+                "takes the mean over copies": ranks**-0.5,
+                **other,
+            },
         ),
         Question(
             "twice",
@@ -154,6 +169,7 @@ def norms_of(student: int) -> Experiment:
             "After the first all-reduce, all ranks have the same sum, and the second adds up N copies of it.",
             {
                 "takes the second all-reduce for a mean": 1 / ranks,
+                "counts the first all-reduce as well: it is in the norm of the right code, too": float(ranks**2),
                 "takes the square root, as if the copies were independent": ranks**0.5,
                 "takes an all-reduce of equal numbers for one that changes nothing": 1.0,
             },

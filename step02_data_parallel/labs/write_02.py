@@ -122,13 +122,14 @@ def expect_sums(case: Case) -> list[Expected]:
             came = range((rank - part) % ranks + 1)  # over so many ranks
             first[rank, part] = sum(tensors[(rank - hop) % ranks].chunk(ranks)[part] for hop in came)
 
-    def second(sends: int, writes: int) -> torch.Tensor:
-        """After a second phase in which rank r sends part r + sends - hop, and writes to part r + writes - hop."""
+    def second(sends: int, writes: int, adds: bool = False) -> torch.Tensor:
+        """After a second phase in which rank r sends part r + sends - hop, and writes (or adds) to r + writes - hop."""
         now = first.clone()
         for hop in range(ranks - 1):
             before = now.clone()
             for rank in range(ranks):
-                now[rank, (rank + writes - hop) % ranks] = before[rank - 1, (rank - 1 + sends - hop) % ranks]
+                to, came = (rank + writes - hop) % ranks, before[rank - 1, (rank - 1 + sends - hop) % ranks]
+                now[rank, to] = adds * before[rank, to] + came
         return now.flatten(1, 2)
 
     early = (
@@ -142,6 +143,8 @@ def expect_sums(case: Case) -> list[Expected]:
         ),
         early: second(0, -1),
         f"{early} And it is written where another part belongs.": second(0, 0),
+        "complete parts go around, but are added to what is there: in the second phase, what arrives takes the "
+        "place of a rank's own part (copy_).": second(1, 0, adds=True),
         "complete parts go around, but are written where other parts belong.": second(1, 1),
     }
     total = parts(tensors.sum(0))

@@ -30,7 +30,9 @@ def experiment(student: int) -> Experiment:
             "Gradients are reduce-scattered and weights gathered, once per step: as much as an all-reduce.",
             {
                 "counts either gradients or weights": one / 2,
+                "counts numbers, and each has 4 bytes": one / 4,
                 "lets every micro-batch reduce its gradients, as stage 2 does": two,
+                "all-reduces gradients: a rank that updates its part needs no more than that part": part * 3 * size,
                 whole: 8 * size,
             },
         ),
@@ -43,6 +45,8 @@ def experiment(student: int) -> Experiment:
             {
                 "reduces once per step: then whole gradients would have to be kept": one,
                 "gathers the weights for each micro-batch as well": part * 2 * batches * size,
+                "all-reduces every micro-batch: of its sum a rank keeps a part": part * (1 + 2 * batches) * size,
+                "forgets to gather the weights": part * batches * size,
                 whole: 4 * (1 + batches) * size,
             },
         ),
@@ -58,6 +62,10 @@ def experiment(student: int) -> Experiment:
             {
                 "gathers everything again for the backward": part * batches * 3 * size,
                 "gathers once per micro-batch, as if weights stayed until the backward": part * batches * 2 * size,
+                "reduces gradients once per step: then whole ones would have to be kept": (
+                    part * (batches * (2 * size - ends) + size)
+                ),
+                "forgets the gradients": part * batches * (2 * size - ends),
                 "counts one micro-batch": three / batches,
                 whole: 4 * batches * (2 * size + size - ends),
             },

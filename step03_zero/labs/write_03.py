@@ -1,13 +1,16 @@
 """Labs of step 3 in which the student writes ZeRO."""
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, sends_at_most
-from common.labs.seen import Notes
+from common.labs.seen import Notes, count, lend
 from common.labs.write import Expected, WriteLab, page
 
 # ---- ZeRO-3: a training step on shards -------------------------------------------------------------------------------
+
+KEPT = "gathered while the last weight is there"
 
 
 def _drawn(case: Case) -> tuple[torch.Tensor, ...]:
@@ -24,12 +27,28 @@ def run(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
     shards = [weight.chunk(case.ranks)[rank].clone() for weight in weights]
     x, target = x.chunk(case.ranks)[rank].clone(), target.chunk(case.ranks)[rank].clone()
     del weights
+    lend(shards)
+    student.gather = _that_counts(student.gather)
     values = {}
     for step in range(2):
         values[f"loss, step {step}"] = student.train_step(shards, x, target, case.ranks)
         for layer in reversed(range(case.layers)):
             values[f"shard of layer {layer}, step {step}"] = shards[layer].clone()
     return values
+
+
+def _that_counts(gather):
+    """`gather`, which counts how often it is called while the weight that it returned before is still alive."""
+    last: list[StorageWeakRef] = []
+
+    def counting(shard: torch.Tensor) -> torch.Tensor:
+        if any(not each.expired() for each in last):
+            count(KEPT)
+        whole = gather(shard)
+        last[:] = [StorageWeakRef(whole.untyped_storage())]
+        return whole
+
+    return counting
 
 
 def _descend(case: Case, gradients) -> list[dict[str, torch.Tensor]]:
@@ -54,24 +73,30 @@ def _descend(case: Case, gradients) -> list[dict[str, torch.Tensor]]:
     return values
 
 
-def _one_step(case: Case, early: bool = False, behind: int | None = 1) -> list[dict[str, torch.Tensor]]:
+def _one_step(
+    case: Case, early: bool = False, behind: int | None = 1, turned: bool = False, first: str = ""
+) -> list[dict[str, torch.Tensor]]:
     """The shards of every rank after a step of one process that makes a mistake.
 
     Args:
         early: each weight is updated before `dy` passes through it.
         behind: dy becomes 0 where activation `layer + behind` is; None: nowhere.
+        turned: dy meets the weight as it is, and not transposed.
+        first: "weights" or "both": the backward begins with the first layer, for its weight alone or with what it took.
     """
     weights, x, target = _drawn(case)
     activations = [x]
     for weight in weights:
         activations.append(torch.relu(activations[-1] @ weight))
     dy = 2 * (activations[-1] - target) / target.numel()
-    for layer in reversed(range(case.layers)):
+    for number in reversed(range(case.layers)):
+        layer = case.layers - 1 - number if first else number
+        taken = layer if first == "both" else number
         if behind is not None:
-            dy = dy * (activations[layer + behind] > 0)
+            dy = dy * (activations[taken + behind] > 0)
         old = weights[layer].clone()
-        weights[layer] -= 0.5 * activations[layer].T @ dy
-        dy = dy @ (weights[layer] if early else old).T
+        weights[layer] -= 0.5 * activations[taken].T @ dy
+        dy = dy @ (old if turned else weights[layer].T if early else old.T)
     return _shards(case, weights)
 
 
@@ -104,10 +129,16 @@ def expect(case: Case) -> list[Expected]:
             _one_step(case, behind=None)
         ),
         "the gradient was set to 0 where the layer's input is 0: look at its output.": _one_step(case, behind=0),
+        "dy passes back through a layer by its weight transposed (`weight.T`), and here the weight is as it is: it is "
+        "square, so nothing else complains.": _one_step(case, turned=True),
+        "the backward begins with the last layer: what passes back is the loss's gradient, and it meets the layers in "
+        "reverse.": [_one_step(case, first=each) for each in ("weights", "both")],
         "the shard is as it was. `shard = shard - ...` makes a new tensor, and the list keeps the old one: change it "
         "in place (`shard -= ...`).": _shards(case, _drawn(case)[0]),
     }
-    return [Expected.of(right[rank], {text: each[rank] for text, each in wrong.items()}) for rank in range(case.ranks)]
+    each = {text: of if isinstance(of[0], list) else [of] for text, of in wrong.items()}
+    of = [{text: [way[rank] for way in ways] for text, ways in each.items()} for rank in range(case.ranks)]
+    return [Expected.of(right[rank], of[rank]) for rank in range(case.ranks)]
 
 
 def errors(case: Case) -> dict[str, str]:
@@ -128,9 +159,16 @@ def judge(case: Case, rank: int, notes: Notes):
         "all_gather": "a weight is needed whole once in the forward and once in the backward.",
     }
     yield from sends_at_most(notes, 2 * case.layers * 3 * weight * share, why)
+    if notes.counts[KEPT]:
+        yield (
+            f"a layer's whole weight is still there when the next one is gathered, {notes.counts[KEPT]} times in two "
+            "steps: a loop's variable keeps it. Let go of it (`del`) when its layer is done."
+        )
+    shards = (case.layers + 1) * weight / case.ranks  # one of them is in two versions while it changes
     kept = 8 * (case.layers + 4) * case.samples // case.ranks * case.width  # activations
     what = "Some gathered weights, or whole gradients, are kept longer than their layer."
-    yield from holds_at_most(notes, kept + 4.1 * weight, what)
+    # A gradient, and a weight that is gathered: its parts, and the whole
+    yield from holds_at_most(notes, shards + kept + 3 * weight, what)
 
 
 # ---- write-03-b: ZeRO-1, an optimizer of which each rank has a part --------------------------------------------------

@@ -22,6 +22,9 @@ def experiment(student: int) -> Experiment:
         "lets every rank wait for all others, although the first starts at once": (batches + ranks) * unit,
         "lets one rank do all layers": (batches + ranks - 1) * unit * ranks,
         "lets a backward take as long as a forward": plain * 2 / 3,
+        "counts the forward alone": plain / 3,
+        "takes a layer for a stage: a rank has several": plain * ranks / layers,
+        "counts a bubble for the forwards and one for the backwards, each of F + B": (batches + 2 * (ranks - 1)) * unit,
     }
     questions = (
         Question(
@@ -40,7 +43,11 @@ def experiment(student: int) -> Experiment:
             0.1,
             interleaved,
             "The bubble consists of stages, and these are half as long: m + (p - 1)/2 times F + B.",
-            {"has the bubble of one stage per rank": plain} | mistakes,
+            {
+                "has the bubble of one stage per rank": plain,
+                "halves all of the time, and only the bubble becomes shorter": plain / 2,
+            }
+            | mistakes,
         ),
     )
     flags = f"--pp {ranks} --layers {layers} --global-batch {batches} --layer-delay {delay}"

@@ -10,7 +10,7 @@ from step05_pipeline.schedules.actions import Action, Output, Schedule, looped
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.further.csv_files import read_csv, write_csv
 from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
-from step05_pipeline.schedules.timeline import draw, text
+from step05_pipeline.schedules.timeline import draw, scale_of, text
 from step05_pipeline.schedules.validator import check_schedule
 
 VALID = 0.2  # of the score, for a table that runs at all; the rest is for time and memory
@@ -81,7 +81,8 @@ class Tables(Lab):
             check_schedule(schedule)
         except UsageError as error:
             deadlock = "deadlock" in str(error)
-            return Verdict(0.0, (*explain(schedule),) if deadlock else (f"It cannot run: {error}",))
+            what = str(error).removeprefix(f"schedule {path.stem}: ")
+            return Verdict(0.0, (*explain(schedule),) if deadlock else (f"It cannot run: {what}",))
         timeline = simulate(schedule, case.costs)
         slowest = simulate(build_schedule("naive", case.pp, case.micro_batches), case.costs).makespan
         saved = (slowest - timeline.makespan) / (slowest - fastest.makespan)
@@ -100,10 +101,9 @@ class Tables(Lab):
         else:
             lines.append(f"memory  {held} of at most {case.unfinished}: kept")
         if not fast:
-            lines.append(_longest_wait(timeline))
-        return Verdict(
-            VALID + (1 - VALID) * score, (*lines, *text(timeline).splitlines(), f"beside the best known: {picture}")
-        )
+            lines.append(_ready(schedule, timeline) or _longest_wait(timeline))
+        lines += [*text(timeline).splitlines(), f"({scale_of(timeline):g} characters are one unit of time)"]
+        return Verdict(score, (*lines, f"beside the best known: {picture}"))
 
     def solution(self, student: int) -> str:
         schedule, timeline = self.best(self.case(student))
@@ -134,6 +134,26 @@ def held_back(case: Case) -> Schedule:
         free[rank] = done[action.kind, action.micro_batch, rank] = start + case.costs.of(action.kind)
     name = f"backwards first, {case.unfinished} at once"
     return Schedule(name, looped(case.pp, 1), case.micro_batches, tuple(map(tuple, rows)))
+
+
+def _ready(schedule: Schedule, timeline: Timeline) -> str:
+    """Where a rank waits longest for something although a backward, or a part of one, could run; "" if nowhere."""
+    made = {schedule.output_of(rank, action): end for rank, row in enumerate(timeline.spans) for action, _, end in row}
+    found = [(ROUNDING, "")]
+    for rank, row in enumerate(timeline.spans):
+        for number, ((_, _, free), (action, start, _)) in enumerate(zip(row, row[1:]), 1):
+            begun = {each.micro_batch for each, _, _ in row[:number]}  # with an F, or I, in front of what ends it
+            halves = {each.micro_batch for each, _, _ in row[:number] if each.kind == "I"}
+            for later, _, _ in row[number + 1 :]:
+                if later.kind == "F" or later.micro_batch not in (halves if later.kind == "W" else begun):
+                    continue
+                needed = schedule.input_of(rank, later)
+                ready = max(free, made[needed] if needed else free)
+                text = (
+                    f"waits   rank {rank} waits for {action} until {start:g}, and {later} could run from {ready:g} on"
+                )
+                found.append((start - ready, text))
+    return max(found, key=lambda each: each[0])[1]
 
 
 def _longest_wait(timeline: Timeline) -> str:

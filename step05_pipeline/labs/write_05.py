@@ -67,6 +67,12 @@ def expect_row(case: Case) -> list[Expected]:
     linear, unmasked = sum(losses(lambda y: y)), sum(losses(lambda y: y + (y.relu() - y).detach()))
     (of_digit,) = torch.autograd.grad(sum(digit), weights, retain_graph=True)
     no_relu, no_mask = (torch.autograd.grad(loss, weights)[0] for loss in (linear, unmasked))
+    y, forward = samples, []  # what goes forward, sent home in the place of its gradient
+    for each_rank in weights.chunk(case.ranks):
+        for weight in each_rank:
+            y = torch.relu(y @ weight)
+        forward.append(y.square().sum() / 2)  # whose gradient by y is y
+    sent_back = [torch.autograd.grad(each, weights, retain_graph=True)[0] for each in forward]
     found = []
     for rank in range(case.ranks):
 
@@ -84,6 +90,8 @@ def expect_row(case: Case) -> list[Expected]:
             "the square's derivative is 2 times the error; is the loss the mean of squares?": (
                 named(gradients / 2, sum(each) / 2)
             ),
+            "what came from the rank behind is no gradient, but what it received in the forward: send the gradient of "
+            "x home (x.grad), and not x.": named(sent_back[rank], sum(each)) if rank < case.ranks - 1 else {},
             "this is the loss of the last micro-batch alone: add up their shares.": {
                 "loss": named(last, each[-1])["loss"]
             },

@@ -1,5 +1,6 @@
 """What each rank does when, simulated or measured, as a picture, as text and in numbers."""
 
+import math
 from pathlib import Path
 
 from common.drawing.figures import COLOURS, write_png
@@ -57,21 +58,29 @@ def text(timeline: Timeline) -> str:
     The shortest action is as wide as the longest name, or narrower, so that a line has at most about COLUMNS
     characters. A name that does not fit is cut to its kind.
     """
-    spans = [span for row in timeline.spans for span in row]
-    shortest, longest_name = min(end - start for _, start, end in spans), max(len(str(each)) for each, _, _ in spans)
-    columns = min(longest_name + 1, max(1, int(COLUMNS * shortest / timeline.makespan)))  # of the shortest action
+    scale = scale_of(timeline)
     lines = []
     for rank, row in enumerate(timeline.spans):
         line = ""
         for action, *times in row:
             # halves are always rounded up
-            left, right = (int((time - timeline.start) * columns / shortest + 0.5 + 1e-9) for time in times)
+            left, right = (int((time - timeline.start) * scale + 0.5 + 1e-9) for time in times)
             line += "." * (left - len(line))
             place = right - len(line)
             name = str(action) if len(str(action)) < place else action.kind
             line += (name.ljust(place - 1, "-") + " ")[:place] if place > 1 else name[:place]
         lines.append(f"rank {rank}  {line.rstrip()}")
     return "\n".join(lines)
+
+
+def scale_of(timeline: Timeline) -> float:
+    """How many characters a unit of time has in `text`; a whole number if all times are whole numbers."""
+    spans = [span for row in timeline.spans for span in row]
+    shortest, longest_name = min(end - start for _, start, end in spans), max(len(str(each)) for each, _, _ in spans)
+    columns = min(longest_name + 1, max(1, int(COLUMNS * shortest / timeline.makespan)))  # of the shortest action
+    scale = columns / shortest
+    whole = all(float(time - timeline.start).is_integer() for _, *times in spans for time in times)
+    return math.ceil(scale) if whole and math.ceil(scale) * timeline.makespan <= COLUMNS else scale
 
 
 def summary(timeline: Timeline) -> str:

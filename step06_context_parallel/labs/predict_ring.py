@@ -43,7 +43,17 @@ def experiment(student: int) -> Experiment:
             0.01,
             gather,
             "Two all-gathers and a reduce-scatter, each N-1 times a rank's K and V: the ring's way home is not needed.",
-            {"takes the ring's bytes": ring, "gathers once, and keeps all keys until the backward": 2 * forward},
+            {
+                "takes the ring's bytes": ring,
+                "gathers once, and keeps all keys until the backward": 2 * forward,
+                "counts the forward alone": forward,
+                "all-reduces the gradients: of their sum a rank needs what belongs to its own keys": 4 * forward,
+                "gathers keys and values for all query heads": gather * 4 / kv_heads,
+                "counts keys or values alone": gather / 2,
+                "counts one layer": gather / layers,
+                "counts one micro-batch": gather / batches,
+                "counts a rank's own part as well, which need not travel": gather * ranks / (ranks - 1),
+            },
         ),
     )
     flags = f"--cp {ranks} --hidden {hidden} --kv-heads {kv_heads} --layers {layers} --seq-len {seq}"

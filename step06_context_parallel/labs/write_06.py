@@ -161,7 +161,13 @@ def _backward(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict
         dscores = p * (dp - sums) * case.width**-0.5
         return dscores @ k, dscores.T @ q, p.T @ dout
 
+    of_scores = p * (dp - sums) * case.width**-0.5
     return {
+        "the sum of dout * out over the width tells how a score moves the weights of all other keys; here it was taken "
+        "of out * out.": [gradients(p, (p @ v).square().sum(-1, keepdim=True))],
+        "a score is a query times a key, so the gradient of a query is made of keys, and no values.": [
+            (of_scores @ v, of_scores.T @ q, p.T @ dout)
+        ],
         "a score was taken to change its own weight alone. A query's weights sum to 1: when one grows, those of all "
         "other keys shrink.": [gradients(p, nothing)],
         "a score's gradient depends on a sum over the whole row, all keys of all blocks; here it was one block's.": [
@@ -180,33 +186,52 @@ def _backward(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict
     }
 
 
+def _left_behind(case: Case, own: list[tuple[Tensor, ...]], rank: int) -> dict[str, list[dict[str, Tensor]]]:
+    """dk and dv of a rank if they do not travel, or are written over; `own` are those of each rank's queries alone."""
+    stays = [sum(each[_places(case, source)] for source in range(case.ranks)) for each in own[rank]]
+    last = [torch.zeros_like(each) for each in stays]
+    for hop in range(case.ranks):
+        guest = (rank + hop) % case.ranks  # at which my keys are
+        seen = slice(0, len(stays[0]) // 2 if guest > rank else None)
+        for written, each in zip(last, own[guest]):
+            written[seen] = each[_places(case, rank)][seen]
+    return {
+        "keys and values travel on, but the gradients stayed: each rank has added up what belongs to others' keys. "
+        "Pass all four on.": [dict(zip(("dk", "dv"), stays))],
+        "every rank that keys visit has a part of their gradient. Here the next one was written over it instead of "
+        "added.": [dict(zip(("dk", "dv"), last))],
+    }
+
+
 def expect_gradients(case: Case) -> list[Expected]:
     *inputs, dout = _drawn(case)
     q, k, v = (each.requires_grad_() for each in inputs)
     out, _ = _attend(case, q, k, v)
     whole = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
     in_softmax = _backward(case, q.detach(), k.detach(), v.detach(), dout)
-    found = []
+    found, parts = [], []  # of the queries of one rank
+    for rank in range(case.ranks):
+        mask = torch.zeros(case.tokens, 1, dtype=torch.float64)
+        mask[_places(case, rank)] = 1
+        parts.append(torch.autograd.grad(out, (k, v), dout * mask, retain_graph=True))
     for rank in range(case.ranks):
         mine = _places(case, rank)
 
         def named(gradients, mine=mine) -> dict[str, Tensor]:
             return {name: each[mine] for name, each in zip(("dq", "dk", "dv"), gradients)}
 
-        mask = torch.zeros(case.tokens, 1, dtype=torch.float64)
-        mask[mine] = 1
-        _, *own = named(torch.autograd.grad(out, (q, k, v), dout * mask, retain_graph=True)).items()
         stay = "only the rank's own queries have contributed: dk and dv travel with their keys."
         unscaled = {name: each * case.width**0.5 for name, each in named(whole).items() if name != "dv"}
         scale = "the scores were multiplied by WIDTH**-0.5; so is the way back."
         guest = _places(case, (rank + 1) % case.ranks)
         mistakes = {
-            stay: dict(own),
+            stay: {name: each[mine] for name, each in zip(("dk", "dv"), parts[rank])},
             scale: unscaled,
             "dk and dv are those of the next rank's keys: they have not come home yet.": (
                 {"dk": whole[1][guest], "dv": whole[2][guest]}
             ),
         }
+        mistakes |= _left_behind(case, parts, rank)
         mistakes |= {text: [named(each) for each in variants] for text, variants in in_softmax.items()}
         found.append(Expected.of(named(whole), mistakes))
     return found

@@ -8,6 +8,8 @@ from common.labs.rules import sends_at_most
 from common.labs.seen import Notes
 from common.labs.write import Expected, WriteLab, page
 
+COUNTED = "`received` is"
+
 
 def _drawn(case: Case) -> tuple[Tensor, ...]:
     """Tokens, the router, both weights of all experts, and the gradient of the output."""
@@ -49,8 +51,28 @@ def _set(student, case: Case) -> None:
 def route(student, case: Case, rank: int) -> dict[str, Tensor]:
     _set(student, case)
     x, router, ups, downs, _ = _mine(case, rank, *_drawn(case))
+    student.exchange = _that_looks(student.exchange, _table(case), rank)
     y, _ = student.forward(x, router, ups, downs)
     return {"y": y}
+
+
+def _table(case: Case) -> Tensor:
+    """How many rows each rank (a line) sends to each rank (a column)."""
+    x, router, *_ = _drawn(case)
+    rank = (x @ router).topk(case.choices)[1] // (case.experts // case.ranks)
+    return torch.stack([each.flatten().bincount(minlength=case.ranks) for each in rank.chunk(case.ranks)])
+
+
+def _that_looks(exchange, table: Tensor, rank: int):
+    """`exchange`, which says so if rows leave as they should, but those that come are counted wrong: gloo would die."""
+
+    def looking(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        comes = table[:, rank].tolist()
+        if rows.is_floating_point() and list(sent) == table[rank].tolist() and list(received) != comes:
+            raise ValueError(f"{COUNTED} {list(received)}, and ranks send {comes} rows to rank {rank}")
+        return exchange(rows, sent, received)
+
+    return looking
 
 
 def _misplace(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor) -> dict[str, list[dict[str, Tensor]]]:
@@ -60,6 +82,7 @@ def _misplace(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor)
     token, order = tokens.repeat_interleave(case.choices), chosen.argsort(stable=True)
     experts = torch.relu(x @ ups) @ downs  # (experts, tokens, width)
     unsorted, right = experts[chosen[order], token], experts[chosen, token]  # by choice
+    taken = torch.arange(len(chosen)) % len(x)  # for the token of a choice
 
     def add(weighted: Tensor, to: Tensor) -> dict[str, Tensor]:
         return {"y": torch.zeros_like(x).index_add(0, to, weighted)}
@@ -67,6 +90,9 @@ def _misplace(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor)
     each = (right * gates).view(len(x), case.choices, -1)
     last = chosen.view(len(x), -1).argmax(1)  # which of a token's choices is the last row, if sorted by expert
     return {
+        "choice i is one of token i // CHOICES: choices of one token are neighbors, so the remainder names another.": (
+            [add(experts[chosen, taken] * gates, each) for each in (token, taken)] + [add(right * gates, taken)]
+        ),
         "rows left in the order of tokens, so they came to experts that others chose: first sort them by expert.": (
             [add(unsorted * gates, token), add(unsorted * gates[order], token[order])]
         ),
@@ -140,6 +166,8 @@ def errors_of_route(case: Case) -> dict[str, str]:
     """What an exchange says whose sizes are not those of its rows."""
     text = "the sizes of an exchange are those of what leaves, then of what comes. On the way home the two lists swap."
     return {
+        COUNTED: "each rank knows where its own rows go, and must be told how many come: has every rank sent the "
+        "others its counts?",
         "exchange": text,
         "plit sizes": text,
         "out of bounds": "experts are counted from 0 on each rank: the number of an expert among mine.",
@@ -148,16 +176,7 @@ def errors_of_route(case: Case) -> dict[str, str]:
 
 def _arrived(case: Case) -> list[int]:
     """How many rows come to each rank."""
-    x, router, *_ = _drawn(case)
-    return (
-        (x @ router)
-        .topk(case.choices)[1]
-        .flatten()
-        .bincount(minlength=case.experts)
-        .view(case.ranks, -1)
-        .sum(1)
-        .tolist()
-    )
+    return _table(case).sum(0).tolist()
 
 
 # ---- write-07-b: backward --------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ def _degrees(case: Case) -> tuple[int, ...]:
 
 def group(student, case: Case, rank: int) -> dict[str, Tensor]:
     groups = student.make_groups(*_degrees(case))
+    if len(groups) != len(NAMES):
+        raise ValueError(f"`make_groups` has returned {len(groups)} groups instead of {len(NAMES)}")
     return {f"ranks of {name}": torch.tensor(dist.get_process_group_ranks(each)) for name, each in zip(NAMES, groups)}
 
 
@@ -90,6 +92,7 @@ def _stage(case: Case, rank: int) -> int:
 def errors_of_groups(case: Case) -> dict[str, str]:
     sizes = "the sizes of the grid are dp, pp, cp and tp, and their product is the number of ranks."
     return {
+        "groups instead of": "seven groups are asked for: dp, pp, cp, tp, ep, dp_cp and edp.",
         "not enough values to unpack": "seven groups are asked for: dp, pp, cp, tp, ep, dp_cp and edp.",
         "is invalid for input": sizes,
         "multiple subgroups": "each rank is in one row only: all rows together are all ranks, each once.",

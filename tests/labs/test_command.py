@@ -79,9 +79,15 @@ def test_who_gives_up_is_on_record(labs):
 
 
 @pytest.mark.parametrize(
-    "words", ["start", "start zzz", "start wirte-1-x", "nothing", "start write-01-x --give-up", "list --student -1"]
+    "words",
+    ["start", "start zzz", "start wirte-1-x", "nothing", "strat", "start write-01-x --give-up", "list --student -1"],
 )
 def test_bad_input_is_one_line(labs, words):
     status, printed = labs(*words.split())
     assert status == 2 and printed.startswith("error: ") and printed.count("\n") == 1
     assert ("did you mean write-01-x?" in printed) == (words == "start wirte-1-x")
+    assert ("there is no command strat; did you mean start?" in printed) == (words == "strat")
+
+
+def test_a_number_is_confirmed(labs):
+    assert "\nYou are student 23: " in labs("--student", "23")[1] and "You are" not in labs()[1]

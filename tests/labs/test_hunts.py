@@ -128,7 +128,9 @@ def test_what_is_told(lab, student, tmp_path, monkeypatch):
         (0.25, "is right, but line", (file, line + 40)),
         (0, "the bug is not in common/model.py", ("common/model.py", line)),
         (0, "names no file and line", ("", line)),
-        (0, "say in answer.toml, in a sentence", (file, line, "wrong")),
+        (0, "in at least 4 words, it has 1.", (file, line, "wrong")),
+        (0, "there is no step2/model.py in this folder", ("step2/model.py", line)),
+        (0.5, f"place: right, {file} near", (f"./runs/labs/{lab.id}/{file}", line)),
         (0.5, "place: right", (file, line)),
     ):
         answer(tmp_path, *given)
@@ -137,6 +139,22 @@ def test_what_is_told(lab, student, tmp_path, monkeypatch):
         assert "as you got them" in found.feedback[1]
     assert "https://" in lab.solution(student) or "no public report" in lab.solution(student)
     assert "+++" in lab.solution(student)
+
+
+def test_a_repair_without_a_sentence(tmp_path, monkeypatch):
+    """Nothing was said of the place, so nothing is said of another one; an answer with a wrong name is told which."""
+    lab, bug = LABS[1], LABS[1].bug(0)
+    lab.start(tmp_path, 0)
+    repair(tmp_path, bug)
+    monkeypatch.setattr(Hunt, "_wrong_after_fix", lambda *_: None)
+    file, line = place(lab, bug)
+    answer(tmp_path, file, line, "avg")
+    found = lab.check(tmp_path, 0)
+    assert found.score == 0.5 and "it has 1" in found.feedback[0] and "elsewhere" not in str(found.feedback)
+    answer(tmp_path, "common/model.py", line)
+    assert "goes wrong elsewhere first" in lab.check(tmp_path, 0).feedback[-1]
+    (tmp_path / "answer.toml").write_text(f'file = "{file}"\nlin = {line}\n')
+    assert "(`lin` is none of file, line and why.)" in lab.check(tmp_path, 0).feedback[0]
 
 
 def test_files_that_are_gone(tmp_path):

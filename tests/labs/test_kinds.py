@@ -130,8 +130,10 @@ def rows(pattern: str, micro_batches: int = 6) -> str:
 @pytest.mark.parametrize(
     ("table", "score", "message"),
     [
-        ([rows("FB")] * 3, 0.68, "holds 6 unfinished micro-batches, and may hold 3"),
-        ([",".join(f"F{i},B{i}" for i in range(6))] * 3, 0.36, "not yet"),
+        ([rows("FB")] * 3, 0.6, "holds 6 unfinished micro-batches, and may hold 3"),
+        ([",".join(f"F{i},B{i}" for i in range(6))] * 3, 0.2, "not yet"),
+        ([rows("FB").replace(",", ";")] * 3, 0, "cells are separated by commas"),
+        ([rows("FB")] * 2 + [rows("FB").replace("F0,", "B0,F0,").replace(",B0", "")], 0, "run: rank 2 does B0 before"),
         ([rows("FB")] * 2, 0, "has 2 lines"),
         ([rows("FB", 5)] * 3, 0, "last micro-batch in the table is F4, not F5"),
         ([rows("FB"), rows("FB"), rows("FB").replace("B5", "B4")], 0, "B4 twice"),
@@ -148,6 +150,20 @@ def test_tables_that_are_no_solution(table, score, message, tmp_path):
     assert found.score == pytest.approx(score, abs=0.05) and message in "\n".join(found.feedback)
     if "comes after" in message:
         assert found.feedback[0].startswith("Deadlock") and "rank 0 waits at B0" in "\n".join(found.feedback)
+
+
+def test_who_waits_although_a_backward_is_ready(tmp_path, monkeypatch):
+    """The order of 1F1B with 3 micro-batches at once, where that makes ranks wait; times can be counted in the text."""
+    monkeypatch.setattr(tables, "draw", lambda panels, path, unit: path)
+    lab, table = schedule_tables.LABS[0], []
+    for ahead in (3, 3, 2, 1):
+        pairs = [f"B{number},F{number + ahead}" for number in range(7 - ahead)]
+        table.append(",".join([*(f"F{n}" for n in range(ahead)), *pairs, *(f"B{n}" for n in range(7 - ahead, 7))]))
+    (tmp_path / "schedule.csv").write_text("\n".join(table) + "\n")
+    found = lab.check(tmp_path, 5)
+    assert found.feedback[2] == "waits   rank 1 waits for F3 until 22, and B1 could run from 19 on"
+    assert found.feedback[3].startswith("rank 0  F0- F1- F2- " + 11 * 2 * "." + "B0--- ")
+    assert "(2 characters are one unit of time)" in found.feedback
 
 
 # ---- designs ---------------------------------------------------------------------------------------------------------

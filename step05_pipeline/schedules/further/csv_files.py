@@ -101,6 +101,8 @@ def _value_in(comment: str, wanted: str, otherwise: str | None) -> str | None:
 def _action(cell: str, where: str) -> Action:
     match = CELL.fullmatch(cell)
     if not match:
+        if ";" in cell:
+            raise UsageError(f"{where}: cells are separated by commas, and here are semicolons ({cell:.40})")
         raise UsageError(f"{where}: {cell!r} is no action; F0, B3, I2 or W2.1 (micro-batch 2 of chunk 1) are")
     kind, micro_batch, chunk = match.groups()
     return Action(kind, int(micro_batch), int(chunk or 0))
