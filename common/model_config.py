@@ -1,7 +1,7 @@
 """The shape of the model: `ModelConfig`, and the rules that its numbers must obey."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from common.errors import UsageError
 from common.rope import RopeScaling, YarnScaling
@@ -42,10 +42,11 @@ class LatentShape:
 
     def check(self) -> None:
         """Raise UsageError unless there is something of each, and pairs to rotate."""
+        given = f"latent attention {','.join(map(str, astuple(self)))} (Q,KV,NOPE,ROPE,VALUE)"
         if min(self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim) < 1 or self.rope_dim % 2:
-            raise UsageError(f"{self}: all but q_rank must be at least 1, and rope_dim even, as it turns pairs")
+            raise UsageError(f"{given}: all but Q must be at least 1, and ROPE even, as it turns pairs")
         if self.value_dim > self.key_width:
-            raise UsageError(f"{self}: values wider than keys, {self.key_width}, have no kernel here")
+            raise UsageError(f"{given}: values wider than keys, {self.key_width}, have no kernel here")
 
 
 @dataclass(frozen=True)
