@@ -1,5 +1,6 @@
 """What ranks returned, sent and held in a case that went wrong: as lines, and as a picture in the student's folder."""
 
+import textwrap
 from itertools import groupby
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def _draw_numbers(axis, graded: Graded, ranks: range) -> None:
         axis.text(start, 1.01, f"rank {rank}", transform=axis.get_xaxis_transform(), fontsize=8, va="bottom")
         start += len(right) + 2
     axis.set_xticks([])
-    axis.set_ylabel(f"{name}\n(first numbers of each rank)", fontsize=8)
+    axis.set_ylabel(f"{textwrap.fill(name, 30)}\n(first numbers of each rank)", fontsize=8)
     axis.legend(fontsize=8)
 
 
