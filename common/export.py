@@ -32,7 +32,7 @@ from common.presets import (
     rope_names,
 )
 from common.process_groups import Degrees, build_mesh
-from common.rope import RopeScaling, YarnScaling
+from common.rope_scaling import RopeScaling, YarnScaling
 from common.weights.byte_tokenizer import byte_tokenizer
 from common.weights.huggingface import as_stored, check_config, model_type
 

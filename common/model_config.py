@@ -4,7 +4,7 @@ import math
 from dataclasses import astuple, dataclass
 
 from common.errors import UsageError
-from common.rope import RopeScaling, YarnScaling
+from common.rope_scaling import RopeScaling, YarnScaling
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.errors import UsageError, first_line
 from common.model_config import LatentShape, ModelConfig
-from common.rope import RopeScaling, YarnScaling
+from common.rope_scaling import RopeScaling, YarnScaling
 
 _LLAMA_31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 _LLAMA_32 = replace(_LLAMA_31, factor=32.0)

@@ -8,6 +8,9 @@ Both commands print how far the ring is from autograd on the whole sequence. A n
 
 import os
 
+import common.entry  # noqa: F401 (before torch: one thread per process by default)
+
+# isort: split
 import torch
 import torch.distributed as dist
 from torch import Tensor

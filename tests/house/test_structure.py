@@ -246,6 +246,6 @@ def test_files_stay_readable():
     users = [f"{step}.train" for step in STEPS]
     used = {module for module in needed_by(*COMMANDS, *users) if module.startswith("common")}
     used = {module for module in used if room_of_common(module) != "common.explaining"}  # a program of its own
-    assert sum(lengths[module] for module in used) <= 5080, "what a train.py or a command imports, wherever it is"
+    assert sum(lengths[module] for module in used) <= 5090, "what a train.py or a command imports, wherever it is"
     core = {module for module in MODULES if room_of_common(module) == "common"}
     assert sum(lengths[module] for module in core) <= 2185

@@ -176,6 +176,8 @@ def hunted(tmp_path, monkeypatch):
     monkeypatch.setattr(hunt, "files", lambda *_: [])
     lab = Hunt("hunt-01-z", "", 1, "", ("", "", ""), bugs=(Bug((EDIT,), SEEN, UNSEEN, "why", "nobody"),))
     (line,) = lab.places(lab.bug(0))["common/labs/rules.py"]
+    (tmp_path / "common/labs").mkdir(parents=True)
+    (tmp_path / "common/labs/rules.py").touch()
 
     def hand_in(loss: float, away: int = 0, fixed: bool = True):
         trained, folders = [], []

@@ -21,7 +21,7 @@ from common.errors import UsageError
 from common.launching import all_ranks, launch
 from common.launching.agreement import OWN, PATHS, PIECE, PIECES, _by_rank, agree, facts_of, versions, weights_digest
 from common.process_groups import Degrees, Mesh, build_mesh
-from common.rope import RopeScaling
+from common.rope_scaling import RopeScaling
 from common.start import environment
 from step01_single_gpu.data.batches import load_batches
 from tests.harness.observing import configure

@@ -8,7 +8,7 @@ import torch
 
 from common.errors import UsageError
 from common.presets import resolve
-from common.rope import YarnScaling
+from common.rope_scaling import YarnScaling
 from tests.mutants.patches import assert_applies, patched
 from tests.unit import test_transformers as same
 

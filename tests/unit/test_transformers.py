@@ -24,7 +24,7 @@ from common.group import Group
 from common.model import Decoder
 from common.model_config import LatentShape, ModelConfig
 from common.presets import resolve
-from common.rope import RopeScaling, YarnScaling
+from common.rope_scaling import RopeScaling, YarnScaling
 from common.weights.huggingface import as_stored, model_type
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.initial_weights import stored_values
