@@ -239,7 +239,9 @@ def neighbours(best: list[Candidate]) -> list[tuple[str, object, Candidate]]:
         found = {}
         for plan in best:
             found.setdefault(getattr(plan.layout, name), plan)
-        found.pop(getattr(best[0].layout, name))
+        ours = found.pop(getattr(best[0].layout, name))
+        if name == "zero_replicas" and ours.layout.zero_replicas > 1:  # a search tries one number for the same degrees
+            found = {value: plan for value, plan in found.items() if value == 1}
         result += [(name, value, plan) for value, plan in found.items()]
     return result
 

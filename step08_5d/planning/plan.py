@@ -46,6 +46,8 @@ def shape(options: Namespace) -> ModelConfig:
     if other := [name for name, value in vars(config).items() if value != getattr(default, name)]:
         if wrong := set(other) - allowed:
             raise UsageError(f"{spelled(min(wrong))}: of step 8's flags, a plan takes those of the model's shape")
+    if config.fp8 != "none":
+        raise UsageError("--fp8: the formulas know no scales; --float8 predicts products of 8-bit numbers")
     config.model_config.check()
     return config.model_config
 
@@ -59,6 +61,8 @@ def show(options: Namespace) -> None:
     print(f"{assumed(task.name, task.model)}\n{task.machine.words(task.gpus)}")
     gc.set_threshold(50_000, 20, 20)  # a search makes many small objects: collections would take a sixth of its time
     print_plans(task, *plans(task), options.shown, ends_of(options))
+    if options.float8:
+        print("  Its products are those of 8-bit numbers: add --fp8 tile, or another of its kinds")
     if options.gradients == 2:
         print("  It needs another program than ours, whose sums of gradients have four bytes")
 

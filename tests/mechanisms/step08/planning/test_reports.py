@@ -206,6 +206,24 @@ def test_neighbours_decide_one_thing_otherwise():
         assert round(plan.regret, 2) == round(min(same), 2)
 
 
+def test_a_number_of_copies_that_no_search_tried_is_no_choice():
+    """For the same degrees there is one number above 1, so a row may only say what a single copy costs."""
+    best = [plan._replace(layout=plan.layout._replace(zero=1)) for plan in plans_on_16()[:3]]
+    copies = [plan._replace(layout=plan.layout._replace(zero_replicas=n)) for plan, n in zip(best, (4, 2, 1))]
+    rows = {value for name, value, _ in explain.neighbours(copies) if name == "zero_replicas"}
+    assert rows == {1}
+    rows = {value for name, value, _ in explain.neighbours(copies[::-1]) if name == "zero_replicas"}
+    assert rows == {2, 4}
+
+
+def test_scales_are_not_planned(capsys):
+    words = ["plan", "--model", "smollm-1.7b", "--gpus", "2", "--seq-len", "2048", "--tokens-per-batch", "32k"]
+    assert main([*words, "--fp8", "tile"]) == 2
+    assert "--float8 predicts products of 8-bit numbers" in capsys.readouterr().err
+    assert main([*words, "--float8"]) == 0
+    assert "add --fp8 tile" in capsys.readouterr().out
+
+
 def test_regrets_and_ranges(capsys):
     """The first table has the plan of least regret and the fastest of each profile; --profile leaves one."""
     best = plans_on_16()
