@@ -74,6 +74,7 @@ class Clock:
     """Seconds of processes: real ones while all wait, and those of a processor while one computes.
 
     So time for which they wait for a processor does not count: a busy machine makes no training look as if it hung.
+    Time for which they wait for a disk counts, since it may never end.
     """
 
     def __init__(self):
@@ -83,7 +84,7 @@ class Clock:
         """How many seconds have passed since the last call."""
         now, states = time.monotonic(), {process: state(process) for process in processes}
         computed = max((used - self.used.get(process, 0.0) for process, (_, used) in states.items()), default=0.0)
-        busy = LINUX and any(letter in "RD" for letter, _ in states.values())
+        busy = LINUX and any(letter == "R" for letter, _ in states.values())
         real, self.at = now - self.at, now
         self.used = {process: used for process, (_, used) in states.items()}
         return computed if busy else real

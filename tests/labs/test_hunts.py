@@ -227,12 +227,20 @@ def test_a_busy_machine_is_no_hang(monkeypatch):
     clock, now, states = forks.Clock(), time.monotonic(), {}
     monkeypatch.setattr(forks, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(forks, "state", lambda rank: states[rank])
-    clock.at, passed = now, []
-    for letters, used in ("SS", (0, 0)), ("RS", (0.1, 0)), ("RS", (0.1, 0)), ("DR", (0.1, 0.2)), ("SS", (0.1, 0.2)):
+    monkeypatch.setattr(forks, "LINUX", True)
+    clock.at, passed, after = now, [], (0.1, 0.2)
+    for letters, used in (
+        ("SS", (0, 0)),
+        ("RS", (0.1, 0)),
+        ("RS", (0.1, 0)),
+        ("DR", after),
+        ("SS", after),
+        ("DD", after),
+    ):
         now += 1
         states.update(enumerate(zip(letters, used)))
         passed.append(clock.passed([0, 1]))
-    assert passed == pytest.approx([1, 0.1, 0, 0.2, 1])
+    assert passed == pytest.approx([1, 0.1, 0, 0.2, 1, 1])
     monkeypatch.setattr(forks, "LINUX", False)
     now += 3
     assert clock.passed([0, 1]) == pytest.approx(3)

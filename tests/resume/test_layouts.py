@@ -20,12 +20,12 @@ from common.start import environment
 from common.weights.huggingface import huggingface_name
 from step01_single_gpu import initial_weights
 from step01_single_gpu.mixed_precision import Optimizer
+from tests.harness.counted_reads import counting_safe_open, elements_read
 from tests.harness.ranks import run_ranks, run_script
 from tests.parity.cases import ALL
 from tests.parity.drawn import LAYOUT, is_allowed
 from tests.parity.runs import SMALL, assemble, curve_of, reference, train_here
 from tests.parity.test_narrow import NORM_TOLERANCE
-from tests.unit.test_transformers import counting_safe_open, elements_read
 
 # 4 tensor-parallel ranks share 2 K/V heads, and the vocabulary of 257 has 1 row of padding on 2 of them and 3 on 4
 TRAINING = "--layers 4 --vocab 257 --optimizer adamw --lr 1e-3 --clip 0.5"

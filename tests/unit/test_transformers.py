@@ -3,14 +3,11 @@
 import json
 import os
 import shutil
-from collections import Counter
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import safetensors
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -225,30 +222,7 @@ def test_what_transformers_cannot_express_is_refused_in_one_line(tmp_path, capsy
             stored_values(str(tmp_path / "out"), config_of(f"{GLM} {flags}").model_config)
 
 
-# ---- what is refused, and a reader that counts -----------------------------------------------------------------------
-
-elements_read: Counter[str] = Counter()  # of each weight
-REAL_SAFE_OPEN = safetensors.safe_open
-
-
-class CountedSlice:
-    def __init__(self, name, view):
-        self.name, self.view, self.get_shape, self.get_dtype = name, view, view.get_shape, view.get_dtype
-
-    def __getitem__(self, index):
-        values = self.view[index]
-        elements_read[self.name] += values.numel()
-        return values
-
-
-@contextmanager
-def counting_safe_open(*args, **kwargs):
-    """safetensors.safe_open that allows slices only, and counts the elements read of each weight."""
-    with REAL_SAFE_OPEN(*args, **kwargs) as file:
-        yield SimpleNamespace(
-            keys=file.keys, metadata=file.metadata, get_slice=lambda name: CountedSlice(name, file.get_slice(name))
-        )
-
+# ---- what is refused -------------------------------------------------------------------------------------------------
 
 NORM, UNKNOWN = "model.layers.1.post_attention_layernorm.weight", "model.layers.2.mlp.up_proj.weight"
 REFUSED = [  # a weight or a file, what it becomes (None: it is missing), and words of the line
