@@ -161,7 +161,8 @@ def of_experts(ledger: Ledger, model: ModelConfig, layout: Layout, size: LayerSi
         added.append(swiglu(ledger, model, layout, size, model.shared_experts * model.expert_ffn, shared=True))
     result = "gradient of the copied tokens"
     copies = {"rows, wide": ratio * rows, "their sum, wide": size.wide} if size.narrow else {}
-    ledger.event("experts: copies added up", copies | {result: size.stream}, [*added, *copies])
+    total = {result: size.stream}  # rounded when the wide rows are gone
+    ledger.event("experts: copies added up", copies or total, [*added, *copies], leaves=total if copies else None)
     of_scores = {"gradient of router.input, by scores": size.wide}
     read = ["scores, choices and orders", "router.input"]
     ledger.event("experts: router", of_scores, [*of_scores, *read])

@@ -166,8 +166,9 @@ def _cases(model: ModelConfig, layout: Layout, rank: int) -> list[_Case]:
         needed = in_flight * (whole - received) + backward.deferred * all_deferred
         for walk in walks[backward.stage]:
             messages = backward.at_loss if walk.is_loss else backward.messages
-            if backward.half not in walk.halves or messages is None:
+            if backward.half not in walk.halves or messages is None or (walk.is_forward and backward.when != "later"):
                 continue
+            messages -= walk.is_forward and rank > 0  # what is received next is not on its way yet
             in_messages = (messages - walk.keeps_message) * size.stream
             there = others + walk.before + in_messages
             begun = mine.early if backward.early else 0

@@ -3,7 +3,8 @@
 These are the loss and the last norm, the layers at both ends of the stage, layers beside others of another sort, and
 the embedding. Between these, sizes change steadily, so that none of the other layers is a peak (but for small models,
 in whose first backward a bucket of 25 MB holds gradients of several layers). Where the schedule splits the backward,
-its second half is a part of its own.
+its second half is a part of its own. With 1F1B, so is the end of the forward before a backward, when as many
+micro-batches are in flight.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from step08_5d.planning.memory.rank_parameters import RankParameters
 from step08_5d.planning.memory.sizes import LayerSizes
 
 LOSS, FIRST, SECOND = "BF", "BI", "W"  # in which halves of a backward a part is: the loss is computed before it
+FORWARD = "B"  # a forward that ends before a whole backward
 
 
 class Walk(NamedTuple):
@@ -36,6 +38,10 @@ class Walk(NamedTuple):
     def is_loss(self) -> bool:
         return self.halves == LOSS
 
+    @property
+    def is_forward(self) -> bool:
+        return self.halves == FORWARD
+
 
 def walks_of_stage(
     model: ModelConfig, layout: Layout, rank: RankParameters, number: int, kept: KeptByStage
@@ -50,10 +56,29 @@ def walks_of_stage(
         loss, head = (ledger_of(model, ends.of_an_end(layout)) for ledger_of in (ends.loss, ends.head))
         for halves, ledger in ((LOSS, loss), (FIRST, head)):
             yield Walk("", halves, rank.end, 0, kept.all + ledger.before, ledger)
+    elif layout.stages == 1:
+        yield from _end_of_forward(model, layout, rank, kept)
     yield from _below_the_head(model, layout, rank, number, kept, received=layout.pp > 1 and not has_loss)
     if rank.split:
         ledger = second_half.backward(deferred_by(model, layout, rank))
         yield Walk("gradients of weights, ", SECOND, rank.end, rank.early, 0.0, ledger)
+
+
+def _end_of_forward(model: ModelConfig, layout: Layout, rank: RankParameters, kept: KeptByStage) -> Iterator[Walk]:
+    """Yield the end of a forward whose output is sent on, if a dense layer that is not recomputed makes it.
+
+    There are the MLP's output of all tokens, the part of the sum that this rank gets, and the layer's and the MLP's
+    inputs, which norms have kept in the type of sums. The first stage has also read targets that it does not need.
+    """
+    ((first, last),), size = rank.stages, LayerSizes.of(model, layout)
+    if last == first or layout.recompute == "full" or model.has_experts(last - 1):
+        return
+    made = {"output, all tokens": size.whole, "output": size.stream}
+    made |= {"inputs": 2 * size.stream} if size.narrow else {}
+    made |= {"output, all tokens, in order": size.whole} if layout.tp > 1 and not size.one else {}
+    ledger = Ledger({})
+    ledger.event("output", made | ({"targets": 8 * layout.tokens * (1 + model.mtp)} if rank.is_first else {}))
+    yield Walk("the forward before it, ", FORWARD, rank.end, 0, kept.all, ledger)
 
 
 def _below_the_head(
