@@ -18,7 +18,7 @@ POINTS_BACK = re.compile(  # at what was said before; a bracket does so, too
     r"|[*]*(?:[\w'`-]+,? ){0,4}(?:[Ii]ts?|[Tt]hey|[Tt]hem|[Tt]hese|[Tt]his(?! is (?:how|what)| lesson| step))\b(?!\*)"
     r"|[*]*(?:[\w'`]+ ){1,3}(?:also|too)\b"
     r"|.*\b(?:neither|both|as (?:many|much|long)|(?:one|two|three) more|the same (?:problem|two|three))[,.;:]"
-    r"|.*\b(?:(?:one|two|three) more, which|the same (?:problem|three)|such (?!as|an?\b))"
+    r"|.*\b(?:(?:one|two|three) more, which|the same (?:problem|three)|such (?!as|an?\b)|too[.:])"
 )
 ASKS_BACK = re.compile(r"(?:.*\b(?:that|this|it|so|they|them|these|those|then|whom)\b|.{,24}\Z)", flags=re.IGNORECASE)
 ANSWER = re.compile(r"(?:No|Yes|Not|Because)\b.{,20}\Z")  # to a question
@@ -29,7 +29,7 @@ THINGS = re.compile(
 WORDS = 3  # shorter ones in bold are headings
 # Letters: of one that says little alone, of one that may lead to what is shown, of what will do, of the most with what
 # follows, and with what is before
-SHORT, LEADING, ENOUGH, LONG, LONGEST = 50, 80, 100, 270, 480
+SHORT, LEADING, ENOUGH, LONG, LONGEST = 50, 80, 100, 270, 640
 # Of captions: where one says what to look at, and where it comes to the lower of two pictures
 LOOK = re.compile(r"(?:Look|Watch|Follow|Compare)\b")
 LOWER = re.compile(r"Below\b|(?:At|In) the (?:bottom|lower)|The lower")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.labs.pictures import pictures
-from common.labs.sentences import LONGEST, POINTS_BACK, begins_back, captions, first_sentences, is_item, points, split
+from common.labs.sentences import POINTS_BACK, begins_back, captions, first_sentences, is_item, points, split
 from common.labs.shown_code import in_context
 
 LOOKS = Path(__file__).with_name("slides.html")  # style and script
@@ -26,7 +26,7 @@ ROOM, LINE, SPACE, ROW, HEADING = 606, 34, 14, 41, 52
 MONO, LARGEST, LABEL, LEAD, TITLE = 1.4, 22, 26, 190, 130  # of code, its label, text before it; of the title
 ACROSS, CELLS, LETTERS = 92, 92, 1900  # letters in a line of text and of a table; of code, times its size
 MOST = 40  # items of a slide, shown or not
-MORE = 180  # letters of an item of a list where there is room
+MORE, WHOLE = 180, 480  # letters of an item of a list, and of a paragraph, where there is room
 FILLED = 0.62  # of a slide: one that has less gets more of what the lesson says there
 BLOCK = re.compile(
     r"^!\[(?P<alternative>.*?)\]\((?P<picture>\S+?)\)(?:\n+\*(?P<caption>[^*]+)\*)?"
@@ -130,7 +130,7 @@ def at_length(paragraph: str) -> str:
     """What a slide with room says of a paragraph: all, or more of an item of a list. "" if that is too much."""
     if is_item(paragraph):
         return first_sentences(paragraph, MORE)
-    return paragraph if len(paragraph) <= LONGEST and not paragraph.startswith(">") else ""
+    return paragraph if len(paragraph) <= WHOLE and not paragraph.startswith(">") else ""
 
 
 def before_list(text: list[str], number: int) -> bool:
@@ -256,7 +256,7 @@ def fitted(text: str, language: str | None) -> str:
     if language == "bash":
         return "\n".join(command_lines(line, width) for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines())
     rows = text.splitlines()
-    if language or max(map(len, rows)) <= width:
+    if language or max(map(len, rows)) <= width or "|" in text:  # in a diagram, blanks are time
         return text
     wide = [row.ljust(max(map(len, rows))) for row in rows if row.strip()]
     blank = [all(row[at] == " " for row in wide) for at in range(len(wide[0]))]
