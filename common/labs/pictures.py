@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import numpy
 
+from common.labs.sentences import Captions
+
 # Of a slide of 1280 x 720 pixels, as slides.html draws it: what a picture and its caption have under the heading
 WIDTH, HEIGHT = 1192, 596
 COLUMN, NARROW = 290, 20  # pixels that a caption takes beside a picture, and its letters in a line there
 LINE, WIDE = 30, 92  # pixels of a caption's line, and its letters below a picture
 SMALLEST = 0.74  # of a picture's own size; its smallest words, 9 points at 120 dots an inch, are then 12 pixels high
 LARGER = 1.1  # times, if the caption is beside it
-MOVING = "The same, step by step."
 GAP, MIDDLE = (8, 13), (0.37, 0.63)  # empty rows at which a picture may be, and should be cut; and where
 FAR = 20  # rows that a cut at the middle is worth, for each height of the picture that it would be away
 
@@ -30,14 +31,15 @@ def pictures(
     folder: Path,
     path: str,
     alternative: str,
-    captions: tuple[str, str],
+    captions: Captions,
     moving: str | None,
     inline: Callable[[str], str],
 ) -> Iterator[Picture]:
     """The picture, for each slide that it takes, with its caption; then the same as an animation, if there is one."""
     for file in filter(None, (path, moving)):
-        for number, (data, size) in enumerate(parts(folder / file, captions[0])):
-            words = MOVING if file == moving else captions[number]
+        found = parts(folder / file, captions.moving if file == moving else captions.whole)
+        said = [captions.moving] if file == moving else [captions.whole] if len(found) == 1 else captions[1:3]
+        for words, (data, size) in zip(said, found, strict=True):
             beside, below = rooms(words)
             is_beside = scale(size, beside) > LARGER * scale(size, below)
             image = f'<img alt="{html.escape(alternative)}" src="data:image/{Path(file).suffix[1:]};base64,{data}">'

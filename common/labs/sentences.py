@@ -5,18 +5,35 @@ Each must be understood alone, so a question takes its answer along, and "This m
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 END = re.compile(r"(?:(?<=[.?!])|(?<=[.?!][*)\"])|(?<=[.?!]\*\*))\s+(?=[A-Z*`(\"\d])")
 CLAIM = re.compile(r"\*\*[^*]*[.?!]\*\*\Z")
 POINTS_BACK = re.compile(  # at what was said before; a bracket does so, too
     r"\(|[*]*(?:That|Those|Their|Then|So|But|And|Both|Therefore|Otherwise|Such|There|He|Neither|Nothing|In both)\b"
-    r"|[*]*(?:The (?:second|third|other|latter|two)|Only then)\b"
-    r"|[*]*(?:[\w']+ ){0,3}(?:[Ii]ts?|[Tt]hey|[Tt]hem|[Tt]hese|[Tt]his(?! is (?:how|what)))\b(?!\*)"
+    r"|[*]*(?:Meanwhile|Instead|Afterwards|Only then|What is left|(?:In|On) the other|Here,|On average,)(?!\w)"
+    r"|[*]*(?:The (?:first|second|third|other|latter|last|two|only|rest|remaining|same)|In words)\b"
+    r"|[*]*For (?:the|instance|both)\b"
+    r"|[*]*One (?:is|has|holds|takes|sends|of|call)\b"
+    r"|[*]*(?:[\w'`-]+,? ){0,4}(?:[Ii]ts?|[Tt]hey|[Tt]hem|[Tt]hese|[Tt]his(?! is (?:how|what)| lesson| step))\b(?!\*)"
+    r"|[*]*(?:[\w'`]+ ){1,3}(?:also|too)\b"
+    r"|.*\b(?:neither|both|as (?:many|much|long)|(?:one|two|three) more|the same (?:problem|two|three))[,.;:]"
+    r"|.*\b(?:(?:one|two|three) more, which|the same (?:problem|three)|such (?!as|an?\b)|too[.:])"
 )
+ASKS_BACK = re.compile(r"(?:.*\b(?:that|this|it|so|they|them|these|those|then|whom)\b|.{,24}\Z)", flags=re.IGNORECASE)
+ANSWER = re.compile(r"(?:No|Yes|Not|Because)\b.{,20}\Z")  # to a question
+TERM = re.compile(r"(?<!^)\*\*[^*]*[^*.?!:,]\*\*")  # in bold, not as a heading: what it means is said here
+THINGS = re.compile(
+    r"\W*(?:(?:In|On|For|At|With|From) )?[Tt]he \**([\w-]+)(?: ([\w-]+))?"
+)  # by which a sentence begins
 WORDS = 3  # shorter ones in bold are headings
 # Letters: of one that says little alone, of one that may lead to what is shown, of what will do, of the most with what
 # follows, and with what is before
-SHORT, LEADING, ENOUGH, LONG, LONGEST = 50, 80, 100, 270, 340
+SHORT, LEADING, ENOUGH, LONG, LONGEST = 50, 80, 100, 270, 640
+# Of captions: where one says what to look at, and where it comes to the lower of two pictures
+LOOK = re.compile(r"(?:Look|Watch|Follow|Compare)\b")
+LOWER = re.compile(r"Below\b|(?:At|In) the (?:bottom|lower)|The lower")
+HALF = re.compile(r"\A(?:Above|Below|(?:In|At) the (?:top|bottom|upper|lower)(?: (?:half|picture))?)[,:] (\w)")
 
 
 def split(paragraph: str) -> list[str]:
@@ -34,8 +51,20 @@ def split(paragraph: str) -> list[str]:
     return found
 
 
-def points(paragraph: str, leads: bool, opens: bool = False) -> list[str]:
-    """What a slide says of a paragraph in any case; `leads` if it leads to what the slide shows, `opens` a lesson."""
+class Captions(NamedTuple):
+    """What is said below a picture, below its halves where it takes two slides, and below its animation."""
+
+    whole: str
+    upper: str
+    lower: str
+    moving: str
+
+
+def points(paragraph: str, leads: bool, opens: bool = False, is_meant: bool = False) -> list[str]:
+    """What a slide says of a paragraph in any case.
+
+    `leads` if it leads to what the slide shows, `opens` a lesson, `is_meant` if what follows points back at its end.
+    """
     if is_item(paragraph):
         return [first_sentences(paragraph, SHORT)]
     if paragraph.startswith(">"):
@@ -45,10 +74,14 @@ def points(paragraph: str, leads: bool, opens: bool = False) -> list[str]:
         if CLAIM.match(sentence) and len(sentence.split()) >= WORDS:
             asks = at == 0 or is_question(sentence)
             chosen |= with_next(sentences, at) if asks else with_previous(sentences, at)
+        elif TERM.search(sentence):
+            chosen |= with_previous(sentences, at)
     if opens:
         chosen |= with_next(sentences, 0)
     if leads:
         chosen |= with_previous(sentences, len(sentences) - 1, LEADING)
+    if is_meant:
+        chosen |= with_previous(sentences, len(sentences) - 1)
     return list(joined(sentences, chosen))
 
 
@@ -66,8 +99,24 @@ def is_item(paragraph: str) -> bool:
     return re.match(r"- |\d+\. ", paragraph) is not None
 
 
-def is_fragment(sentence: str) -> bool:
-    return len(sentence) < SHORT or is_question(sentence)
+def begins_back(paragraph: str, said: list[str]) -> bool:
+    """Whether what a slide says of a paragraph begins with its first sentence, which points at the one before it."""
+    first = split(paragraph)[0]
+    return bool(said) and not is_item(paragraph) and said[0].startswith(first) and needs(first, "")
+
+
+def needs(sentence: str, previous: str) -> bool:
+    """Whether a sentence is understood only after the previous one, "" where that is of another paragraph."""
+    things = THINGS.match(sentence)
+    if is_question(sentence):
+        return bool(POINTS_BACK.match(sentence) or ASKS_BACK.match(sentence))
+    return bool(
+        POINTS_BACK.match(sentence)
+        or is_question(previous)
+        or ANSWER.match(previous)
+        or things
+        and any(re.search(rf"\b[Aa]n? (?:[\w-]+ ){{0,2}}{thing}\b", previous) for thing in things.groups() if thing)
+    )
 
 
 def is_question(sentence: str) -> bool:
@@ -89,7 +138,11 @@ def with_next(sentences: list[str], at: int, enough: int = ENOUGH) -> set[int]:
 def with_previous(sentences: list[str], at: int, enough: int = SHORT) -> set[int]:
     """A sentence, and what it points back at."""
     chosen, letters = {at}, len(sentences[at])
-    while at and (letters < enough or is_fragment(sentences[at]) or POINTS_BACK.match(sentences[at])):
+    while at and (
+        not is_question(sentences[at])
+        and (letters < enough or len(sentences[at]) < SHORT)
+        or needs(sentences[at], sentences[at - 1])
+    ):
         at -= 1
         letters += len(sentences[at])
         if letters > LONGEST:
@@ -109,9 +162,25 @@ def joined(sentences: list[str], chosen: set[int]) -> Iterator[str]:
             run = []
 
 
-def short_captions(caption: str) -> tuple[str, str]:
-    """The first sentences of a caption; and the next ones, if there are any, for a picture's second half."""
-    sentences = split(caption.replace("**", ""))
+def captions(text: str) -> Captions:
+    """What a slide says of a caption, and of its parts where the picture or its animation has slides of its own.
+
+    A half's sentence does not say "below", because nothing is below it there. An animation is told where to look.
+    """
+    sentences = split(text.replace("**", ""))
     first = with_next(sentences, 0)
-    rest = sentences[max(first) + 1 :] or sentences
-    return " ".join(joined(sentences, first)), " ".join(joined(rest, with_next(rest, 0)))
+    end = next((at for at, sentence in enumerate(sentences) if LOWER.match(sentence)), max(first) + 1)
+    upper, lower = sentences[:end] or sentences, sentences[end:] or sentences
+    look = next((at for at, sentence in enumerate(sentences) if LOOK.match(sentence)), None)
+    moving = sentences[look:] if look is not None else lower
+    return Captions(
+        " ".join(joined(sentences, first)),
+        *(" ".join(joined([*map(alone, half)], with_next(half, 0))) for half in (upper, lower)),
+        " ".join(joined(moving, with_next(moving, 0))),
+    )
+
+
+def alone(words: str) -> str:
+    """A sentence about a half of a picture, without the words for where on the page that is."""
+    words = HALF.sub(lambda found: found[1].upper(), words)
+    return re.sub(r"\b(T|t)he (?:upper|lower) picture\b", r"\1his picture", words)

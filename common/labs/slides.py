@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.labs.pictures import pictures
-from common.labs.sentences import POINTS_BACK, first_sentences, is_item, points, short_captions
+from common.labs.sentences import POINTS_BACK, begins_back, captions, first_sentences, is_item, points, split
 from common.labs.shown_code import in_context
 
 LOOKS = Path(__file__).with_name("slides.html")  # style and script
@@ -26,7 +26,7 @@ ROOM, LINE, SPACE, ROW, HEADING = 606, 34, 14, 41, 52
 MONO, LARGEST, LABEL, LEAD, TITLE = 1.4, 22, 26, 190, 130  # of code, its label, text before it; of the title
 ACROSS, CELLS, LETTERS = 92, 92, 1900  # letters in a line of text and of a table; of code, times its size
 MOST = 40  # items of a slide, shown or not
-MORE = 180  # letters of an item of a list where there is room
+MORE, WHOLE = 180, 480  # letters of an item of a list, and of a paragraph, where there is room
 FILLED = 0.62  # of a slide: one that has less gets more of what the lesson says there
 BLOCK = re.compile(
     r"^!\[(?P<alternative>.*?)\]\((?P<picture>\S+?)\)(?:\n+\*(?P<caption>[^*]+)\*)?"
@@ -81,8 +81,9 @@ def items_of_lesson(step_folder: Path) -> list[Item]:
     """What the slides of a lesson are made of, in order; its title with its first paragraph comes first."""
     text = (step_folder / "README.md").read_text(encoding="utf-8")
     parts = sections(re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL))
-    shown = (part for part in parts if not part.heading.startswith(LEFT_OUT))
-    first, *others = [item for part in shown for item in items_of(part, step_folder)]
+    shown = [part for part in parts if not part.heading.startswith(LEFT_OUT)]
+    opening = (shown[0].heading, PROBLEM)
+    first, *others = [item for part in shown for item in items_of(part, step_folder, opening)]
     title = f"<h1>{inline(first.section)}</h1>\n{first.body}"
     return [first._replace(body=title, high=first.high + TITLE, shown=True), *others]
 
@@ -101,25 +102,40 @@ def paragraphs(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def items_of(section: Section, folder: Path) -> Iterator[Item]:
-    """What a section says and shows, in order."""
+def items_of(section: Section, folder: Path, opening: tuple[str, ...] = (PROBLEM,)) -> Iterator[Item]:
+    """What a section says and shows, in order; of sections in `opening`, the first sentences are always said."""
     place, end, follows = (section.heading, section.topic), 0, False
     for block in [*BLOCK.finditer(section.text), None]:
         text = paragraphs(section.text[end : block.start() if block else len(section.text)])
-        for number, each in enumerate(text):
+        said_of, is_meant = [], False
+        for number, each in reversed(list(enumerate(text))):
             last = number == len(text) - 1
-            before_list = not last and is_item(text[number + 1]) and not is_item(each)
-            leads = before_list or last and (block and not block["picture"] or not block and section.heading == PROBLEM)
-            said = points(each, bool(leads), section.heading == PROBLEM and not number and not end)
-            longer = said_as([first_sentences(each, MORE)]) if said and is_item(each) else None
+            leads = before_list(text, number)
+            leads |= last and bool(block and not block["picture"] or not block and section.heading == PROBLEM)
+            said_of.insert(0, points(each, leads, section.heading in opening and not number and not end, is_meant))
+            is_meant = begins_back(each, said_of[0])
+        for number, (each, said) in enumerate(zip(text, said_of)):
+            longer = said_as([whole]) if said and (whole := at_length(each)) else None
             yield Item(*place, *said_as(said or [first_sentences(each)]), bool(said), each, follows, longer)
-            follows = before_list
+            follows = before_list(text, number)
         follows = bool(text)
         if block and block["picture"]:
             yield from pictured(block, folder, place)
         elif block:
             yield Item(*place, *exhibit(block, folder), shown=True, follows=follows)
         end, follows = block.end() if block else end, False
+
+
+def at_length(paragraph: str) -> str:
+    """What a slide with room says of a paragraph: all, or more of an item of a list. "" if that is too much."""
+    if is_item(paragraph):
+        return first_sentences(paragraph, MORE)
+    return paragraph if len(paragraph) <= WHOLE and not paragraph.startswith(">") else ""
+
+
+def before_list(text: list[str], number: int) -> bool:
+    """Whether a paragraph introduces a list."""
+    return not is_item(text[number]) and number + 1 < len(text) and is_item(text[number + 1])
 
 
 def said_as(sentences: list[str]) -> tuple[str, float]:
@@ -134,9 +150,7 @@ def pictured(block: re.Match, folder: Path, place: tuple[str, str]) -> Iterator[
     moving = re.search(ANIMATION, caption)
     words = re.sub(ANIMATION, "", caption)
     notes = words
-    drawings = pictures(
-        folder, block["picture"], block["alternative"], short_captions(words), moving and moving[1], inline
-    )
+    drawings = pictures(folder, block["picture"], block["alternative"], captions(words), moving and moving[1], inline)
     for drawing in drawings:
         yield Item(*place, drawing.body, drawing.high, True, MOVES if drawing.moves else notes)
         notes = LOWER
@@ -145,8 +159,9 @@ def pictured(block: re.Match, folder: Path, place: tuple[str, str]) -> Iterator[
 def divided(items: list[Item]) -> list[tuple[int, int]]:
     """The first item of each slide, and the one after its last, so that slides are filled and topics stay together."""
     best, begins = [0.0], [0]
+    torn = [0.3 * (item.shown and points_back(items, at)) for at, item in enumerate(items)]
     for end in range(1, len(items) + 1):
-        costs = {start: best[start] + cost(items, start, end) for start in range(max(0, end - MOST), end)}
+        costs = {start: best[start] + cost(items, start, end) + torn[start] for start in range(max(0, end - MOST), end)}
         begins.append(min(costs, key=costs.get))
         best.append(costs[begins[-1]])
     found, end = [], len(items)
@@ -173,12 +188,19 @@ def cost(items: list[Item], start: int, end: int) -> float:
     )
 
 
+def points_back(items: list[Item], at: int) -> bool:
+    """Whether an item's first words point at what is before it under the same heading."""
+    same = at > 0 and items[at - 1].place == items[at].place and not is_item(items[at].notes)
+    first = inline(split(items[at].notes)[0]) if same and items[at].notes and "<figure" not in items[at].body else ""
+    return bool(first) and first in items[at].body and bool(POINTS_BACK.match(items[at].notes))
+
+
 def drawn(items: list[Item], start: int, end: int, lesson: str) -> str:
     """A slide of these items, filled from its own paragraphs, with its notes, which the page hides."""
     part, chosen = items[start:end], []
     room = FILLED * ROOM - sum(item.high for item in part if item.shown)
     for before, item in zip([None, *part], part):
-        alone = before in chosen or not POINTS_BACK.match(item.notes)
+        alone = not POINTS_BACK.match(item.notes) or before in chosen and ends_with_its_end(before)
         if item.shown or room > 0 and alone and not NOT_ALONE.search(item.notes):
             chosen.append(item)
             room -= 0 if item.shown else item.high
@@ -202,6 +224,11 @@ def drawn(items: list[Item], start: int, end: int, lesson: str) -> str:
     return f'<section data-place="{footer}">\n{shown}\n<aside>\n{said}\n</aside>\n</section>'
 
 
+def ends_with_its_end(item: Item) -> bool:
+    """Whether a slide says the end of a paragraph, at which the next one may point."""
+    return not item.notes or "<figure" in item.body or inline(split(item.notes)[-1]) in item.body
+
+
 def exhibit(block: re.Match, folder: Path) -> tuple[str, float]:
     """A table, an example, commands or code as HTML, and how high that is."""
     if block["table"]:
@@ -213,13 +240,38 @@ def exhibit(block: re.Match, folder: Path) -> tuple[str, float]:
         high = [max(lines(size * narrow, max(width, 1)) for size, width in zip(row, widths)) for row in plain]
         body = "".join("<tr><td>" + "</td><td>".join(row) + "</td></tr>" for row in cells)
         return f"<table>{body}</table>", sum(ROW + (ROW - 11) * (most - 1) for most in high) + 16
-    text = textwrap.dedent(block["code"] or block["example"]).rstrip()
+    text = fitted(textwrap.dedent(block["code"] or block["example"]).rstrip(), block["language"])
     where, code = in_context(text + "\n", folder) if block["language"] == "python" else ("", html.escape(text))
     plain = html.unescape(re.sub(r"<.*?>", "", code)).splitlines()
     size = min(LARGEST, LETTERS / max(map(len, plain)), (ROOM - LEAD) / MONO / len(plain))
     label = f'<p class="where">{where}</p>' if where else ""
     high = size * MONO * len(plain) + 32 + (LABEL if where else 0)
-    return f'{label}<pre style="font-size: {size:.1f}px">{code}</pre>', high
+    most = min(LETTERS / max(map(len, plain)), 1.4 * LARGEST)
+    return f'{label}<pre style="--own: {size:.1f}px; --most: {max(most, size):.1f}px">{code}</pre>', high
+
+
+def fitted(text: str, language: str | None) -> str:
+    """Commands in lines that can be read from the last row, and a table without needless blanks between its columns."""
+    width = int(LETTERS / LARGEST)
+    if language == "bash":
+        return "\n".join(command_lines(line, width) for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines())
+    rows = text.splitlines()
+    if language or max(map(len, rows)) <= width or "|" in text:  # in a diagram, blanks are time
+        return text
+    wide = [row.ljust(max(map(len, rows))) for row in rows if row.strip()]
+    blank = [all(row[at] == " " for row in wide) for at in range(len(wide[0]))]
+    kept = [at for at in range(len(blank)) if not all(blank[max(0, at - 2) : at + 1])]
+    return "\n".join("".join(row[at] for at in kept if at < len(row)).rstrip() for row in rows)
+
+
+def command_lines(command: str, width: int) -> str:
+    """A command in lines of `width`, broken before flags as a shell reads them."""
+    found = [""]
+    for word in re.split(r" (?=--|\| |>)", command):
+        if found[-1] and len(found[-1]) + len(word) + 3 > width:
+            found.append("   ")
+        found[-1] += " " + word if found[-1] else word
+    return " \\\n".join(found)
 
 
 def lines(letters: float, width: int) -> int:

@@ -122,6 +122,8 @@ def draw(trace: Trace, step: int) -> None:
         what = f"the forward of one layer ({1e-3 * (end - start):.0f} ms)" if words else f"stage {DRAWN.index(rank)}"
         axis.set_title(f"rank {rank}: {what}", loc="left", fontsize=11, fontweight="bold")
     axes[-1].set_xlabel("ms")
+    for axis in axes[:-1]:  # each has its unit, as slides show them without the last
+        axis.annotate("ms", (1, 0), (0, -7.5), "axes fraction", "offset points", ha="right", va="top")
     names = {name: name for name in ("forward", "backward", "optimizer")} | {"idle": "waits, or Python"}
     handles = [Patch(facecolor=COLOURS[name], label=label) for name, label in names.items()]
     handles += [Patch(facecolor=colour, label=f"sends for {name}") for name, colour in DIMENSIONS.items()]

@@ -96,8 +96,9 @@ def test_each_picture_has_a_heading_and_its_sentence_and_can_be_read(lesson):
     found = re.findall(r'<img alt=".*?" src="data:image/(\w+);base64,(.*?)"><figcaption>(.*?)</figcaption>', page)
     assert len(found) == page.count("<figure") > 3
     for kind, data, caption in found:
-        assert caption == pictures.MOVING if kind == "gif" else 6 < len(caption.split()) < 50
-        assert "*" not in caption and "nimation" not in caption
+        assert 6 < len(caption.split()) < 50 and "*" not in caption and "nimation" not in caption
+        assert kind == "png" or sentences.LOOK.match(caption), "an animation that does not say what to look at"
+        assert not re.search(r"\b(?:upper|lower) picture", caption), "a half that speaks of the other one"
         size = Image.open(io.BytesIO(base64.b64decode(data))).size
         assert max(pictures.scale(size, each) for each in pictures.rooms(caption)) >= pictures.SMALLEST - 0.1
     for slide in re.findall(r"<section.*?</section>", page, flags=re.DOTALL):
@@ -140,6 +141,31 @@ SAID = {  # of a paragraph: what a slide leaves out at its beginning and its end
 }
 
 
+WITH_WHAT_IS_BEFORE = {  # sentences that say nothing without the one before them, and those that do
+    "In a ring, ranks send to neighbors. For the loss, a rank holds logits:": "The first is the gradient of the loss.",
+    "If repeated FLOPs count, the ratio is called HFU.": "What a kernel repeats is counted in neither.",
+    "A product takes 2 FLOPs per parameter and token.": "To use the scores takes as many, and to compute twice that.",
+    "A class saves its inputs for an autograd function.": "The function takes the gates and the loss.",
+    "How long would one GPU take?": "Forward and backward take six operations per parameter and token.",
+    "Three tensors and their copies are in memory at once.": "With recomputation, it leaves three times as much.",
+}
+
+
+@pytest.mark.parametrize("before", WITH_WHAT_IS_BEFORE, ids=lambda text: text[:12])
+def test_a_sentence_takes_along_what_it_points_at(before):
+    said = sentences.points(f"{before} {WITH_WHAT_IS_BEFORE[before]} **So it is.**", leads=False)
+    assert len(said) == 1 and before.split(". ")[-1] in said[0]
+
+
+def test_what_defines_a_term_is_said():
+    term = "If only needed FLOPs count, we call it **MFU**, model FLOPs utilization."
+    said = sentences.points(f"Suppose that a step takes six seconds in all. {term} Nobody reports more.", leads=False)
+    assert said == [term]
+    after = "This ratio is below one. **It falls if you waste work.**"
+    assert sentences.begins_back(after, sentences.points(after, leads=False))
+    assert sentences.points("A step takes long. Divide one by the other.", leads=False, is_meant=True)
+
+
 @pytest.mark.parametrize("paragraph", SAID, ids=lambda text: text[:12])
 def test_what_a_slide_says_can_be_understood_alone(paragraph):
     before, behind = SAID[paragraph]
@@ -150,9 +176,10 @@ def test_captions_are_short_and_stars_are_stars():
     caption = (
         "Two ranks, each with a half of the weights. White is free. " + "A detail is described at length here. " * 9
     )
-    first, second = sentences.short_captions(caption + "Below, two ranks.")
-    assert first.startswith("Two ranks, each") and len(first) < 200 and second not in first
-    assert sentences.short_captions("One.") == ("One.", "One.")
+    said = sentences.captions(caption + "Below, two ranks. Follow the blue one: it comes home.")
+    assert said.whole.startswith("Two ranks, each") and len(said.whole) < 200 and said.whole == said.upper
+    assert said.lower == "Two ranks. Follow the blue one: it comes home." and said.moving.startswith("Follow the blue")
+    assert sentences.captions("In the upper picture, a.").upper == "A." and set(sentences.captions("One.")) == {"One."}
     assert slides.inline(r"f\* and `g*`, *not* **h\***") == ("f&#42; and <code>g&#42;</code>, <i>not</i> <b>h&#42;</b>")
 
 
@@ -164,6 +191,17 @@ def test_each_slide_says_where_it_belongs_and_its_code_where_it_is_from(lesson):
     code = [pre for pre in re.findall(r"<pre.*?>(.*?)</pre>", page, flags=re.DOTALL) if 'class="keyword"' in pre]
     where = re.findall(r'<p class="where">(\S+), line (\d+)</p>', page)
     assert len(where) >= len(code) and all((find.ROOT / file).is_file() for file, _ in where)
+
+
+def test_commands_and_tables_become_narrower_for_larger_letters():
+    command = (
+        f"python -m common.compare runs/one \\\n    runs/two --tolerance 1e-5 {'--out runs/lesson/compare.png ' * 3}"
+    )
+    lines = slides.fitted(command.strip(), "bash").splitlines()
+    assert len(lines) == 3 and max(map(len, lines)) <= 86 and all(line.endswith(" \\") for line in lines[:-1])
+    assert re.sub(r"[\s\\]+", " ", "".join(lines)).split() == re.sub(r"[\s\\]+", " ", command).split()
+    table = f"a{' ' * 90}1   x\nbb{' ' * 89}2   y"
+    assert slides.fitted(table, "") == "a   1  x\nbb  2  y" and slides.fitted("a    b", "") == "a    b"
 
 
 def test_code_between_the_lines_around_it():
