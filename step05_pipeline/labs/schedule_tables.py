@@ -13,8 +13,8 @@ Write the order in which each rank works, as a table. `schedule.csv` says for ho
 each action costs, how much time you have, and how many micro-batches a rank may have in memory between its F and its B.
 Leave backwards whole.
 
-`check` plays your table, says what it holds and where it waits, and draws it beside the best one that we know
-(`schedule.png`). A table that cannot run is told who waits for whom.
+`check` plays your table, says what it holds and where it waits, and draws it (`schedule.png`), once it has passed
+beside the best one that we know. A table that cannot run is told who waits for whom.
 
 *Before:* lesson 5 up to 1F1B; `python -m step05_pipeline.schedules --schedule afab --pp 4 --micro-batches 8` draws one.
 *Graded:* 0.2 for a table that runs, the rest for time and memory.
