@@ -78,12 +78,17 @@ class Graded:
 
     @property
     def factor(self) -> float | None:
-        """By which number the first wrong value was multiplied, all of it; 1 if none is wrong, None if by none."""
+        """By which number the first wrong value was multiplied, all of it; 1 if none is wrong, None if by none.
+
+        Numbers of ranks and counts are no sums, so a factor says nothing of them.
+        """
         if not self.wrong:
             return 1.0
         name, rank, _ = self.wrong
         found, wanted = self.found[rank].get(name), self.expected[rank].values[name]
         if not isinstance(found, Tensor) or found.shape != wanted.shape or not wanted.any():
+            return None
+        if not wanted.is_floating_point():
             return None
         place = wanted.abs().argmax()
         factor = (found.flatten()[place] / wanted.flatten()[place]).item()
