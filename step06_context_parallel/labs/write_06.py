@@ -155,7 +155,7 @@ def judge_attention(case: Case, rank: int, notes: Notes):
         "all_gather": "keys and values go once around the ring.",
         "send": "after N - 1 hops, keys and values have been on every rank, and what is sent later helps no one.",
     }
-    yield from sends_at_most(notes, case.ranks * 2 * row if case.ranks > 1 else 0, why)
+    yield from sends_at_most(notes, (case.ranks - 1) * 2 * row, why)
     scores = 8 * (case.tokens // case.ranks) ** 2
     what = "At any time a rank needs the keys and values of one other rank, and the scores with these."
     yield from holds_at_most(notes, 9 * row + 6 * scores, what)

@@ -261,7 +261,7 @@ def _bytes(case: Case) -> tuple[int, int, int]:
 def judge_travel(case: Case, rank: int, notes: Notes):
     shared, gradient, pair = _bytes(case)
     forth, back = case.way != "backward", case.way != "forward"
-    most = case.ranks * (forth * shared + back * (shared + gradient)) if case.ranks > 1 else 0
+    most = (case.ranks - 1) * forth * shared + case.ranks * back * (shared + gradient) if case.ranks > 1 else 0
     send = "after N - 1 hops, latents have been on every rank, and after N, their gradients are home."
     if any(call.bytes > SLACK * (shared + gradient) for call in notes.of("send")):
         send = "keys and values of all heads, or their gradients, are in this message. Send what all heads share, "
