@@ -9,10 +9,18 @@ from common.labs.seen import Notes
 from common.labs.write import Expected, WriteLab, page
 
 
+class Steep(Case):
+    """A case with scores of some thousand, whose exponentials no float64 can hold."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, with scores of some thousand"
+
+
 def _drawn(case: Case) -> list[Tensor]:
     """q, k, v and the gradient of the output, of the whole sequence."""
     random = torch.Generator().manual_seed(case.seed)
-    return list(torch.randn(4, case.tokens, case.width, generator=random, dtype=torch.float64))
+    q, *others = torch.randn(4, case.tokens, case.width, generator=random, dtype=torch.float64)
+    return [q * (1000 if isinstance(case, Steep) else 1), *others]
 
 
 def _places(case: Case, rank: int) -> Tensor:
@@ -29,6 +37,9 @@ def _attend(case: Case, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = N
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
+STEEP = (
+    "exp(score) alone is infinite, or 0, where scores are large: subtract the lse of the keys so far and these first."
+)
 EMPTY_ROW = "a row of -inf has no softmax: does `block` return queries that see no key?"
 
 # ---- write-06-a: forward ---------------------------------------------------------------------------------------------
@@ -63,7 +74,7 @@ def attend(student, case: Case, rank: int) -> dict[str, Tensor]:
 def expect_attention(case: Case) -> list[Expected]:
     q, k, v, _ = _drawn(case)
     out, lse = _attend(case, q, k, v)
-    place, found = torch.arange(case.tokens), []
+    place, found, infinite = torch.arange(case.tokens), [], STEEP if isinstance(case, Steep) else EMPTY_ROW
     source = torch.empty_like(place)
     for rank in range(case.ranks):
         source[_places(case, rank)] = rank
@@ -145,7 +156,7 @@ def expect_attention(case: Case) -> list[Expected]:
                 of(_seen(case, rank, before="late early", after="late late")),
             ],
         }
-        found.append(Expected.of({"lse": lse[mine], "out": out[mine]}, mistakes, infinite=EMPTY_ROW))
+        found.append(Expected.of({"lse": lse[mine], "out": out[mine]}, mistakes, infinite=infinite))
     return found
 
 
@@ -295,7 +306,7 @@ LABS = [
         source="step06_context_parallel/sketch.py",
         bodies=(1, 2),
         hidden={"backward": "write-06-b"},
-        cases=CASES,
+        cases=(*CASES, Steep(ranks=2, tokens=16, width=6)),
         run=attend,
         expect=expect_attention,
         judge=judge_attention,
