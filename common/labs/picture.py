@@ -15,6 +15,7 @@ NAME = "check.png"
 RANKS = 4  # that are shown
 MESSAGES = 6  # of each rank, in lines
 NUMBERS = 48  # of each rank, in the picture
+LEAST = 8  # numbers for which the picture has room: beside fewer, the words on them would not fit
 TENSORS = 5  # of each rank's peak, in the picture
 LABELLED = 0.06  # of the peak: smaller tensors have no label
 
@@ -100,7 +101,7 @@ def _draw_numbers(axis, graded: Graded, ranks: range) -> None:
                 axis.text(start + place + 0.4, 0.02, "differs first", fontsize=7, transform=where)
         axis.text(start, 1.01, _of(rank, graded), transform=axis.get_xaxis_transform(), fontsize=8, va="bottom")
         start += len(right) + 2
-    axis.set_xticks([])
+    axis.set(xlim=(-1, max(start, LEAST)), xticks=[])
     axis.set_ylabel(f"{textwrap.fill(name, 30)}\n(first numbers of each rank)", fontsize=8)
     axis.legend(fontsize=8)
 

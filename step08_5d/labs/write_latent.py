@@ -272,13 +272,13 @@ def judge_travel(case: Case, rank: int, notes: Notes):
         send += "expand it where it arrives, and fold gradients before they leave."
     elif isinstance(case, Narrow):
         send = "latents are in bfloat16 and can travel like that; only sums of gradients need float32."
-    why = {
-        "send": send,
+    others = notes.of("all_gather", "all_reduce", "reduce_scatter")
+    why = ({} if others else {"send": send}) | {
         "all_gather": "latents, and sums of their gradients, go around the ring; nobody needs all of them at once.",
         "all_reduce": "a gradient that travels with its latent collects the sum on its way.",
     }
     yield from sends_at_most(notes, most, why)
-    if isinstance(case, Narrow) and all(call.bytes <= shared for call in notes.of("send")):
+    if isinstance(case, Narrow) and not others and all(call.bytes <= shared for call in notes.of("send")):
         yield f"sums of gradients travel in bfloat16, and {SWALLOWED}"
     if notes.counts[ROUNDED]:
         yield f"dweight is a sum over all hops in bfloat16, and {SWALLOWED}"
