@@ -55,7 +55,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         p = (scores - total[:, None]).exp()  # each key's weight among them
         out[queries] = out[queries] * (lse[queries] - total).exp()[:, None] + p @ v[keys]
         lse[queries] = total
-        ring = pass_on(ring)  # the last time, my own keys return, which only the backward needs
+        if hop + 1 < ranks:  # one hop more, and my own keys would return, which only the backward needs
+            ring = pass_on(ring)
     # --- until here ---
     return out, lse
 

@@ -18,15 +18,20 @@ class Expected:
     values: dict[str, Tensor]  # in the order in which they are computed: the first wrong one is reported
     mistakes: tuple[tuple[str, Tensor | None, str], ...] = ()  # name of a value, what it then is, what the mistake is
     rough: dict[str, float] = field(default_factory=dict)  # a value of few digits -> share of its norm it may err by
+    infinite: str = ""  # what makes a value nan or infinite, if no known mistake does
 
     @classmethod
     def of(
-        cls, values: dict[str, Tensor], mistakes: dict[str, dict | list[dict]], rough: dict | None = None
+        cls,
+        values: dict[str, Tensor],
+        mistakes: dict[str, dict | list[dict]],
+        rough: dict | None = None,
+        infinite: str = "",
     ) -> "Expected":
         """`mistakes`: what the mistake is -> the values that it gives, or several such dicts if there are variants."""
         variants = [(text, wrong if isinstance(wrong, list) else [wrong]) for text, wrong in mistakes.items()]
         known = tuple((*pair, text) for text, each in variants for wrong in each for pair in wrong.items())
-        return cls(values, known, rough or {})
+        return cls(values, known, rough or {}, infinite)
 
 
 @dataclass(frozen=True)
@@ -66,17 +71,24 @@ class Graded:
             return []
         if not value.any():
             return ["it was never filled."]
+        if (infinite := self.expected[rank].infinite) and not value.isfinite().all():
+            return [infinite]
         factor = self.factor
         return [] if factor in (None, 1.0) else [_about_factor(factor, self.case, cases)]
 
     @property
     def factor(self) -> float | None:
-        """By which number the first wrong value was multiplied, all of it; 1 if none is wrong, None if by none."""
+        """By which number the first wrong value was multiplied, all of it; 1 if none is wrong, None if by none.
+
+        Numbers of ranks and counts are no sums, so a factor says nothing of them.
+        """
         if not self.wrong:
             return 1.0
         name, rank, _ = self.wrong
         found, wanted = self.found[rank].get(name), self.expected[rank].values[name]
         if not isinstance(found, Tensor) or found.shape != wanted.shape or not wanted.any():
+            return None
+        if not wanted.is_floating_point():
             return None
         place = wanted.abs().argmax()
         factor = (found.flatten()[place] / wanted.flatten()[place]).item()

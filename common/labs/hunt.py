@@ -103,10 +103,45 @@ class Hunt(Lab):
         wrong = self._wrong_after_fix(folder, bug)
         if wrong:
             return Verdict(place, (said, f"fix: not yet. On a training that you have not seen, {wrong}."))
-        elsewhere = "Your repair works, but the code goes wrong elsewhere first. Is a line missing?"
-        other = (elsewhere,) if looked and place < 0.5 else ()
-        right = "fix: right. A training that you have not seen agrees with one process."
-        return Verdict(place + 0.5, (said, right, *other))
+        if looked and place < 0.5:
+            place, said = self._grade_repair(folder, bug, place, said)
+        return Verdict(place + 0.5, (said, "fix: right. A training that you have not seen agrees with one process."))
+
+    def _grade_repair(self, folder: Path, bug: Bug, place: float, said: str) -> tuple[float, str]:
+        """What a place is worth that is not ours, and a sentence about it, as the repair works.
+
+        A line that is missing can be missed in several places, so wherever the repair adds it is right, too.
+        """
+        answers, ours = read_answers(folder), self.places(bug)
+        file, line = self._as_seen_here(answers["file"]), int(answers["line"])
+        repaired = {path.as_posix(): self._repaired(folder, bug, path) for path in files(self.step, self.extra)}
+        if self._is_missing(bug):
+            if _near(line, repaired.get(file, [])):
+                cut = f"We cut a line in {next(iter(ours))}; yours will do as well."
+                return 0.5, f"place: right, as your repair works there. {cut}"
+            where = ", ".join(each for each, changes in repaired.items() if changes)
+            return place, f"place: a line is missing, and you have repaired it in {where}: name the line where you did."
+        if file in ours:
+            return place, said
+        if any(repaired[each] for each in ours):
+            return place, f"place: your repair works, and is not in {file}. Which line of which file does it change?"
+        ask = "What is the first number that differs, and who computes it?"
+        return place, f"place: your repair works, but it corrects in {file} what goes wrong before. {ask}"
+
+    @staticmethod
+    def _is_missing(bug: Bug) -> bool:
+        """Whether the bug is nothing but lines that are not there."""
+        pairs = [(read(ROOT / file), text) for file, text in edited(bug.edits).items()]
+        return all(tag in ("equal", "delete") for pair in pairs for tag, *_ in _changes(*pair))
+
+    def _repaired(self, folder: Path, bug: Bug, file: Path) -> list[tuple[int, int]]:
+        """First and last line of each of the student's changes, in the file as they got it."""
+        changes = _changes(shown(file, bug.edits), read(folder / file))
+        return [(first + 1, max(first + 1, behind)) for tag, first, behind, *_ in changes if tag != "equal"]
+
+    def _as_seen_here(self, file: str) -> str:
+        """A path that a student has written, from the top of the lab's folder."""
+        return file.replace("\\", "/").rpartition(f"{self.id}/")[2].removeprefix("./")
 
     def _changed(self, folder: Path, bug: Bug) -> bool:
         """Whether any file differs from what `start` has made. Raises UsageError if one is missing."""
@@ -125,7 +160,7 @@ class Hunt(Lab):
             other = [name for name in answers if name not in ("file", "line", "why")]
             more = f" (`{other[0]}` is none of file, line and why.)" if other else ""
             return 0.0, f"place: answer.toml names no file and line yet.{more}", False
-        file = file.replace("\\", "/").rpartition(f"{self.id}/")[2].removeprefix("./")  # as seen from this folder
+        file = self._as_seen_here(file)
         if not (folder / file).is_file():
             return 0.0, f"place: there is no {file} in this folder, where paths begin: such as common/model.py.", False
         if (words := len(re.findall(r"\w+", why))) < WORDS:
@@ -135,7 +170,7 @@ class Hunt(Lab):
         if file not in ranges:
             ask = "What is the first number that differs, and who computes it?"
             return 0.0, f"place: the bug is not in {file}. {ask}", True
-        if not any(low - NEAR <= int(line) <= high + NEAR for low, high in ranges[file]):
+        if not _near(int(line), ranges[file]):
             return 0.25, f"place: {file} is right, but line {line} is not.", True
         return 0.5, f"place: right, {file} near line {line}.", True
 
@@ -143,8 +178,7 @@ class Hunt(Lab):
         """By file, the first and the last line of each change, in the file with the bug."""
         found = {}
         for file, text in edited(bug.edits).items():
-            matcher = difflib.SequenceMatcher(None, read(ROOT / file).splitlines(), text.splitlines(), autojunk=False)
-            changes = [each for each in matcher.get_opcodes() if each[0] != "equal"]
+            changes = [each for each in _changes(read(ROOT / file), text) if each[0] != "equal"]
             found[file] = [(first + 1, max(first + 1, behind)) for _, _, _, first, behind in changes]
         return found
 
@@ -169,3 +203,14 @@ class Hunt(Lab):
             pair = text.splitlines(keepends=True), read(ROOT / file).splitlines(keepends=True)
             lines += difflib.unified_diff(*pair, f"{file}, as you got it", f"{file}, right", n=2)
         return f"{''.join(lines)}\n{bug.why}\n\nWho shipped it: {bug.source}\n"
+
+
+def _changes(before: str, after: str) -> list[tuple[str, int, int, int, int]]:
+    """What becomes of which lines: opcodes of difflib."""
+    if before == after:
+        return []
+    return difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False).get_opcodes()
+
+
+def _near(line: int, ranges: list[tuple[int, int]]) -> bool:
+    return any(low - NEAR <= line <= high + NEAR for low, high in ranges)

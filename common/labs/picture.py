@@ -15,6 +15,7 @@ NAME = "check.png"
 RANKS = 4  # that are shown
 MESSAGES = 6  # of each rank, in lines
 NUMBERS = 48  # of each rank, in the picture
+LEAST = 8  # numbers for which the picture has room: beside fewer, the words on them would not fit
 TENSORS = 5  # of each rank's peak, in the picture
 LABELLED = 0.06  # of the peak: smaller tensors have no label
 
@@ -29,7 +30,7 @@ def in_words(graded: Graded, notes: list[Notes]) -> list[str]:
         lines = [f"`{name}`: its norm as it should be, as it is, and the norm of the difference"]
         for rank in ranks:
             right, found = graded.expected[rank].values[name].double(), graded.found[rank].get(name)
-            lines.append(f"  rank {rank}  {right.norm():>11.6g}  {_norms(right, found)}")
+            lines.append(f"  {_of(rank, graded)}{right.norm():>11.6g}  {_norms(right, found)}")
         return lines
     if not any(each.calls for each in notes):
         return []
@@ -38,7 +39,12 @@ def in_words(graded: Graded, notes: list[Notes]) -> list[str]:
 
 def _whole_numbers(graded: Graded, name: str, rank: int) -> str:
     right, found = graded.expected[rank].values[name], graded.found[rank].get(name)
-    return f"  rank {rank}  {right.tolist()}  {found.tolist() if isinstance(found, Tensor) else found}"
+    return f"  {_of(rank, graded)}{right.tolist()}  {found.tolist() if isinstance(found, Tensor) else found}"
+
+
+def _of(rank: int, graded: Graded) -> str:
+    """Whose row of a table this is; of one process alone there is nothing to say."""
+    return f"rank {rank}  " if graded.case.ranks > 1 else ""
 
 
 def _norms(right: Tensor, found: Tensor | None) -> str:
@@ -59,12 +65,15 @@ def _calls(calls: list[SeenCall]) -> str:
 def draw(graded: Graded, notes: list[Notes], path: Path) -> bool:
     """Draw what should be and what is, or else the memory at its peak; and what is sent. False if it cannot."""
     ranks = range(min(RANKS, graded.case.ranks))
-    figure, (first, messages) = new_figure(2, 1, width=7.5, height=5.5)
+    sent = any(each.calls for each in notes)
+    figure, axes = new_figure(1 + sent, 1, width=7.5, height=5.5 if sent else 3.0)
+    first = axes[0] if sent else axes
     if graded.wrong:
         _draw_numbers(first, graded, ranks)
     else:
         _draw_memory(first, notes, ranks)
-    _draw_messages(messages, notes, ranks)
+    if sent:
+        _draw_messages(axes[1], notes, ranks)
     figure.suptitle(f"With {graded.case}", fontsize=9)
     try:
         figure.savefig(path)
@@ -90,9 +99,9 @@ def _draw_numbers(axis, graded: Graded, ranks: range) -> None:
                 axis.axvline(start + place, linestyle=":", color=COLOURS["measured"], linewidth=1)
                 where = axis.get_xaxis_transform()
                 axis.text(start + place + 0.4, 0.02, "differs first", fontsize=7, transform=where)
-        axis.text(start, 1.01, f"rank {rank}", transform=axis.get_xaxis_transform(), fontsize=8, va="bottom")
+        axis.text(start, 1.01, _of(rank, graded), transform=axis.get_xaxis_transform(), fontsize=8, va="bottom")
         start += len(right) + 2
-    axis.set_xticks([])
+    axis.set(xlim=(-1, max(start, LEAST)), xticks=[])
     axis.set_ylabel(f"{textwrap.fill(name, 30)}\n(first numbers of each rank)", fontsize=8)
     axis.legend(fontsize=8)
 

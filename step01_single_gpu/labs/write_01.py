@@ -173,7 +173,8 @@ def expect_recompute(case: Case) -> list[Expected]:
 def errors_of_recompute(case: Case) -> dict[str, str]:
     return {
         "only Tensors of floating point": "a tensor of whole numbers can require no gradient: ask `needs_input_grad`.",
-        "does not require grad": "the second forward has no graph: call the function within `torch.enable_grad()`.",
+        "does not require grad": "what the backward begins with has no graph: call the function, and all that you do "
+        "with its output, within `torch.enable_grad()`.",
         "can only save variables": "some inputs are no tensors: `save_for_backward` takes tensors only.",
         "has no attribute 'detach'": "some inputs are no tensors: hand them to the function as they are.",
         "incorrect number of gradients": "the backward returns a gradient for each argument of the forward, `function` "

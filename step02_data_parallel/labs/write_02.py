@@ -39,18 +39,26 @@ def expect_buckets(case: Case) -> list[Expected]:
         own.append({f"gradient of layer {layer}": gradient[layer] for layer in reversed(range(case.layers))})
     total = {name: sum(each[name] for each in own) for name in own[0]}
     mean = {name: value / case.ranks for name, value in total.items()}
-    local = "this is the gradient of the rank's own samples. Was the bucket sent when it was full, and waited for?"
+    local = "this is the gradient of the rank's own samples. Was the bucket sent when it was full, and waited "
+    local += "for? And is it a part of `gradients`, and no copy?"
     mean_text = "gradients were averaged, but each rank's loss is a share of the global mean already: a sum is right."
     known = {
         mean_text: mean,
         "the relu's derivative is missing: where a layer's output is 0, its gradient is 0, too.": _chain(case),
+        "a layer's y is x @ weight, so the gradient of x is dy times the transposed weight: the .T is missing.": _chain(
+            case, behind=1, way=lambda weight: weight
+        ),
         "the gradient was set to 0 where the layer's input is 0: look at its output.": _chain(case, behind=0),
     }
     return [Expected.of(total, {local: mine} | known) for mine in own]
 
 
-def _chain(case: Case, behind: int | None = None) -> dict[str, torch.Tensor]:
-    """Gradients by the chain rule, where dy becomes 0 if activation `layer + behind` is, or nowhere."""
+def _chain(case: Case, behind: int | None = None, way=lambda weight: weight.T) -> dict[str, torch.Tensor]:
+    """Gradients by the chain rule, where dy becomes 0 if activation `layer + behind` is, or nowhere.
+
+    Args:
+        way: of a weight, by which dy goes through its layer.
+    """
     weights, x, target = _drawn(case)
     activations, found = [x], {}
     for weight in weights:
@@ -60,7 +68,7 @@ def _chain(case: Case, behind: int | None = None) -> dict[str, torch.Tensor]:
         if behind is not None:
             dy = dy * (activations[layer + behind] > 0)
         found[f"gradient of layer {layer}"] = activations[layer].T @ dy
-        dy = dy @ weights[layer].T
+        dy = dy @ way(weights[layer])
     return found
 
 
@@ -78,8 +86,18 @@ def judge_buckets(case: Case, rank: int, notes: Notes):
     sums = [call for call in notes.calls if call.op in ("all_reduce", "reduce_scatter")]
     if len(sums) > buckets:
         yield f"{len(sums)} sums are sent; BUCKET layers travel together, so {buckets} are enough."
+    elif not sums:
+        yield "nothing is summed over the ranks."
+    elif sum(call.bytes for call in sums) < case.layers * layer:
+        some = sum(call.bytes for call in sums) // layer
+        yield f"{some} of {case.layers} layers are summed: those that fill no bucket at the end are sent, too."
     elif len(sums) < buckets:
         yield f"sums are sent {len(sums)} instead of {buckets} times: a bucket that is full need not wait for others."
+    if len(notes.waits) < len(sums):
+        yield (
+            f"{len(sums)} sums are begun, and {len(notes.waits)} waited for: that one is through says nothing of the "
+            "others."
+        )
     full = 0  # layers of the buckets so far: the last one may have fewer than BUCKET, or the first
     for call in sums:
         full += call.bytes // layer
@@ -90,6 +108,8 @@ def judge_buckets(case: Case, rank: int, notes: Notes):
                 "written into it afterwards are not in the sum."
             )
             break
+    if not sums:
+        return
     if any(call.products >= notes.products for call in sums[:-1]):
         yield "sums begin only after the last product of the backward, so there is nothing left to hide them behind."
     else:

@@ -44,7 +44,7 @@ COPIES_COUNTED = Bug(
 LABS = [
     Hunt(
         id="hunt-03-a",
-        title="Some shards are not what they were",
+        title="A sum in pieces, and not the same",
         minutes=25,
         task=handout(
             "ZeRO divides what data parallelism keeps on every rank, and changes no number. Since the last commit it "

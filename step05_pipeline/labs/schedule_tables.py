@@ -13,8 +13,8 @@ Write the order in which each rank works, as a table. `schedule.csv` says for ho
 each action costs, how much time you have, and how many micro-batches a rank may have in memory between its F and its B.
 Leave backwards whole.
 
-`check` plays your table, says what it holds and where it waits, and draws it beside the best one that we know
-(`schedule.png`). A table that cannot run is told who waits for whom.
+`check` plays your table, says what it holds and where it waits, and draws it (`schedule.png`), once it has passed
+beside the best one that we know. A table that cannot run is told who waits for whom.
 
 *Before:* lesson 5 up to 1F1B; `python -m step05_pipeline.schedules --schedule afab --pp 4 --micro-batches 8` draws one.
 *Graded:* 0.2 for a table that runs, the rest for time and memory.
@@ -41,9 +41,13 @@ Leave backwards whole.
         title="Fill the bubble with weight gradients",
         minutes=40,
         task="""\
-The same task, but the time is shorter than 1F1B can be: split backwards into I (the gradient of the input, for which
-the previous rank waits) and W (that of the weights, for which nobody waits). `schedule.csv` has the numbers. Memory
-counts from F until the gradients of that micro-batch are complete: a late W holds it longer.
+Write the order in which each rank works, as a table, in less time than 1F1B takes: split backwards into I (the gradient
+of the input, for which the previous rank waits) and W (that of the weights, for which nobody waits). `schedule.csv` has
+the ranks and micro-batches, the time of each action, how much time you have, and how many micro-batches a rank may have
+in memory. Memory counts from F until the gradients of that micro-batch are complete: a late W holds it longer.
+
+`check` plays your table, says what it holds and where it waits, and draws it (`schedule.png`), once it has passed
+beside the best one that we know. A table that cannot run is told who waits for whom.
 
 *Before:* lesson 5, ZB-H1. *Graded:* 0.2 for a table that runs, the rest for time and memory.
 """,

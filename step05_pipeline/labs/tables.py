@@ -14,6 +14,7 @@ from step05_pipeline.schedules.timeline import draw, scale_of, text
 from step05_pipeline.schedules.validator import check_schedule
 
 VALID = 0.2  # of the score, for a table that runs at all; the rest is for time and memory
+SLOW = 0.5  # of the rest, at most, for a table that takes longer than asked
 ROUNDING = 1e-9
 
 
@@ -88,22 +89,26 @@ class Tables(Lab):
         saved = (slowest - timeline.makespan) / (slowest - fastest.makespan)
         fast = timeline.makespan <= fastest.makespan * (1 + ROUNDING)
         held = max(timeline.unfinished)
-        score = VALID + (1 - VALID) * (1 if fast else max(0.0, min(0.95, saved))) * (
-            1 if held <= case.unfinished else 0.5
-        )
-        panels = {f"yours: {timeline.makespan:g}": timeline, f"best known, {best.name}: {fastest.makespan:g}": fastest}
+        kept = held <= case.unfinished
+        # Squared, as the first half of the time that can be saved is easily found
+        score = VALID + (1 - VALID) * (1 if fast else SLOW * max(0.0, saved) ** 2) * (1 if kept else 0.5)
+        panels = {f"yours: {timeline.makespan:g}": timeline}
+        if fast and kept:  # before that, it would be a solution to copy
+            panels[f"best known, {best.name}: {fastest.makespan:g}"] = fastest
         picture = draw(panels, folder / "schedule.png", "time")
         verdict = "reached" if fast else "not yet"
         lines = [f"time    {timeline.makespan:g} of at most {fastest.makespan:g}: {verdict}"]
-        if held > case.unfinished:
+        if not kept:
             rank = timeline.unfinished.index(held)
             lines.append(f"memory  rank {rank} holds {held} unfinished micro-batches, and may hold {case.unfinished}")
         else:
             lines.append(f"memory  {held} of at most {case.unfinished}: kept")
         if not fast:
-            lines.append(_ready(schedule, timeline) or _longest_wait(timeline))
+            lines.append(
+                _ready(schedule, timeline) or _held_up(schedule, timeline, self.split) or _longest_wait(timeline)
+            )
         lines += [*text(timeline).splitlines(), f"({scale_of(timeline):g} characters are one unit of time)"]
-        return Verdict(score, (*lines, f"beside the best known: {picture}"))
+        return Verdict(score, (*lines, f"{'beside the best known' if len(panels) > 1 else 'as a picture'}: {picture}"))
 
     def solution(self, student: int) -> str:
         schedule, timeline = self.best(self.case(student))
@@ -156,6 +161,41 @@ def _ready(schedule: Schedule, timeline: Timeline) -> str:
     return max(found, key=lambda each: each[0])[1]
 
 
+def _held_up(schedule: Schedule, timeline: Timeline, split: bool) -> str:
+    """The longest wait for which some rank does first what could come later: a W, or that half of a B. "" if none is.
+
+    It is found by going back in time, from what waits to what ended when it began: what it takes, or, on the same
+    rank, the action before it.
+    """
+    made, waits = {}, []
+    for rank, row in enumerate(timeline.spans):
+        made |= {schedule.output_of(rank, action): (rank, number) for number, (action, _, _) in enumerate(row)}
+        gaps = enumerate(zip(row, row[1:]), 1)
+        waits += [
+            (start - end, rank, number) for number, ((_, _, end), (_, start, _)) in gaps if start - end > ROUNDING
+        ]
+    for wait, waiting, place in sorted(waits, key=lambda each: -each[0]):
+        rank, number = waiting, place
+        text = f"waits   rank {waiting} waits {wait:g} before {timeline.spans[waiting][place][0]}, because rank"
+        while rank is not None:
+            action, start, _ = timeline.spans[rank][number]
+            needed = schedule.input_of(rank, action)
+            source = made[needed] if needed else None
+            if source and timeline.spans[source[0]][source[1]][2] >= start - ROUNDING:
+                rank, number = source
+                made_it = timeline.spans[rank][number][0]
+                if split and made_it.kind == "B":
+                    return f"{text} {rank} does all of {made_it}, and others wait only for its I"
+            elif number:
+                number -= 1
+                before = timeline.spans[rank][number][0]
+                if before.kind == "W":
+                    return f"{text} {rank} does {before} before {action}, and nobody waits for {before}"
+            else:
+                rank = None
+    return ""
+
+
 def _longest_wait(timeline: Timeline) -> str:
     """Where a rank waits longest between two of its actions."""
     waits = []
@@ -165,7 +205,7 @@ def _longest_wait(timeline: Timeline) -> str:
     longest, rank, action = max(waits, key=lambda each: each[0])
     if longest <= ROUNDING:
         return "waits   no rank waits between its actions: begin earlier, or end earlier"
-    return f"waits   longest: rank {rank} waits {longest:g} before {action}. What could it do meanwhile?"
+    return f"waits   longest: rank {rank} waits {longest:g} before {action}"
 
 
 # ---- who waits for whom ----------------------------------------------------------------------------------------------

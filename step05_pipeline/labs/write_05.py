@@ -188,6 +188,10 @@ def expect_plan(case: Case) -> list[Expected]:
     values = _kept(first, [case.m] * case.p) | {f"{first}: time": time}
     values |= _kept(last, [min(case.m, case.p - row) for row in range(case.p)]) | {f"{last}: time": time}
     mistakes = {
+        "each forward waits for the backward before it: AFAB does all forwards first.": _kept(first, [1] * case.p),
+        "this is the order of 1F1B: AFAB does all forwards before its first backward.": _kept(
+            first, [min(case.m, case.p - row) for row in range(case.p)]
+        ),
         "this is the order of AFAB: a backward can begin as soon as the first gradient arrives.": _kept(
             last, [case.m] * case.p
         ),
@@ -215,6 +219,8 @@ def errors_of_plan(case: Case) -> dict[str, str]:
         "deadlock": "two ranks wait for each other: how many forwards must a rank have done when the next one does B0?",
         "placement": "a list of actions is asked for of each of the p ranks.",
         "twice": "each micro-batch has one forward and one backward on a rank.",
+        "'Action' object is not iterable": "one list of actions is asked for, for each of the p ranks.",
+        "'str' object has no attribute": 'an action is no text: write Action("F", 0) for the first forward.',
         "before": "a backward needs the forward of the same micro-batch.",
     }
 

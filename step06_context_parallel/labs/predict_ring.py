@@ -29,7 +29,8 @@ def experiment(student: int) -> Experiment:
     questions = (
         Question(
             "ring",
-            "How many bytes does each rank send in a step with --cp-mode ring?",
+            "How many bytes of keys, values and their gradients does each rank send in a step with --cp-mode ring?\n"
+            "(Gradients of weights are not counted.)",
             0.01,
             ring,
             "K and V travel N-1 hops in the forward and again in the backward, where the sums of their gradients "

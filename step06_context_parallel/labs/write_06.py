@@ -9,10 +9,18 @@ from common.labs.seen import Notes
 from common.labs.write import Expected, WriteLab, page
 
 
+class Steep(Case):
+    """A case with scores of some thousand, whose exponentials no float64 can hold."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, with scores of some thousand"
+
+
 def _drawn(case: Case) -> list[Tensor]:
     """q, k, v and the gradient of the output, of the whole sequence."""
     random = torch.Generator().manual_seed(case.seed)
-    return list(torch.randn(4, case.tokens, case.width, generator=random, dtype=torch.float64))
+    q, *others = torch.randn(4, case.tokens, case.width, generator=random, dtype=torch.float64)
+    return [q * (1000 if isinstance(case, Steep) else 1), *others]
 
 
 def _places(case: Case, rank: int) -> Tensor:
@@ -28,6 +36,11 @@ def _attend(case: Case, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = N
     scores = scores.masked_fill(~(causal if seen is None else seen), -torch.inf)
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
+
+STEEP = (
+    "exp(score) alone is infinite, or 0, where scores are large: subtract the lse of the keys so far and these first."
+)
+EMPTY_ROW = "a row of -inf has no softmax: does `block` return queries that see no key?"
 
 # ---- write-06-a: forward ---------------------------------------------------------------------------------------------
 
@@ -61,7 +74,7 @@ def attend(student, case: Case, rank: int) -> dict[str, Tensor]:
 def expect_attention(case: Case) -> list[Expected]:
     q, k, v, _ = _drawn(case)
     out, lse = _attend(case, q, k, v)
-    place, found = torch.arange(case.tokens), []
+    place, found, infinite = torch.arange(case.tokens), [], STEEP if isinstance(case, Steep) else EMPTY_ROW
     source = torch.empty_like(place)
     for rank in range(case.ranks):
         source[_places(case, rank)] = rank
@@ -69,22 +82,42 @@ def expect_attention(case: Case) -> list[Expected]:
         mine = _places(case, rank)
         causal, own = place[:, None] >= place, (source == rank)[None, :]
 
-        def of(seen: Tensor, mine=mine, q=q) -> dict[str, Tensor]:
+        def of(seen: Tensor, mine=mine, q=q, k=k, v=v) -> dict[str, Tensor]:
             wrong = _attend(case, q, k, v, seen)
             return {"lse": wrong[1][mine], "out": wrong[0][mine]}
 
         merged = torch.zeros_like(out[mine])  # blocks added up, each with a softmax of its own
         kept = torch.zeros_like(merged)  # blocks weighted when they come, and not when further ones do
         total = merged.new_full((len(mine),), -torch.inf)
-        last = total.clone()  # the sums of the last block that a query saw, instead of those of all
+        last, blocks = (
+            total.clone(),
+            torch.zeros_like(total),
+        )  # sums of the last block that a query saw; how many it saw
         for hop in range(case.ranks):
             block, sums = _attend(case, q, k, v, causal & (source == (rank - hop) % case.ranks))
             block, sums = torch.nan_to_num(block[mine]), sums[mine]
             merged += block
             total = torch.logaddexp(total, sums)
             last = torch.where(sums.isneginf(), last, sums)
+            blocks += sums.isfinite()
             kept += block * (sums - total).exp()[:, None]
+        empty = torch.full_like(total, -torch.inf)
+        stay = torch.cat([mine] * case.ranks)[torch.cat([_places(case, each) for each in range(case.ranks)]).argsort()]
         mistakes = {
+            "blocks were averaged over all hops: a block's weight is the share of its exponentials in those of all "
+            "blocks, and `lse` is what tells it.": {"out": merged / case.ranks, "lse": empty},
+            "blocks were averaged: a block's weight is the share of its exponentials in those of all blocks, and `lse` "
+            "is what tells it.": {"out": merged / blocks[:, None], "lse": empty},
+            "`lse` is still -inf: write each block's new sum into `lse[queries]`, for the next block.": {"lse": empty},
+            "`lse` is the sum of exponentials, and should be its logarithm.": {"lse": lse[mine].exp()},
+            "query i does not see key i, its own: within your own block, mask what is above the diagonal, triu(1).": (
+                of(causal & ~torch.eye(case.tokens, dtype=torch.bool))
+            ),
+            "values have come around the ring, and keys were the rank's own in every hop.": of(causal, k=k[stay]),
+            "keys have come around the ring, and values were the rank's own in every hop.": of(causal, v=v[stay]),
+            "what came around the ring was never used: keys and values were the rank's own in every hop.": (
+                of(causal, k=k[stay], v=v[stay])
+            ),
             "these queries have seen the rank's own keys only. The others must come around the ring.": of(causal & own),
             "queries see keys that come after them. Is the rank's own block masked?": of(causal | own),
             "every query sees every key: which keys come before a query depends on both ranks' parts.": of(
@@ -109,8 +142,21 @@ def expect_attention(case: Case) -> list[Expected]:
                 of(_seen(case, rank, before="all late", after="early all")),
                 of(_seen(case, rank, before="late all", after="all early")),
             ],
+            "my second half saw one half of a larger rank's keys. It comes after both.": [
+                of(_seen(case, rank, after="late late")),
+                of(_seen(case, rank, after="late early")),
+            ],
+            "one of my halves saw a smaller rank's first half of keys. Both come after it.": [
+                of(_seen(case, rank, before="late early")),
+                of(_seen(case, rank, before="early early")),
+            ],
+            "halves saw halves of their own kind alone. But my first half comes after none of a larger rank's keys, "
+            "and my second half comes after both halves of them.": [
+                of(_seen(case, rank, before="early early", after="late late")),
+                of(_seen(case, rank, before="late early", after="late late")),
+            ],
         }
-        found.append(Expected.of({"lse": lse[mine], "out": out[mine]}, mistakes))
+        found.append(Expected.of({"lse": lse[mine], "out": out[mine]}, mistakes, infinite=infinite))
     return found
 
 
@@ -120,7 +166,7 @@ def judge_attention(case: Case, rank: int, notes: Notes):
         "all_gather": "keys and values go once around the ring.",
         "send": "after N - 1 hops, keys and values have been on every rank, and what is sent later helps no one.",
     }
-    yield from sends_at_most(notes, case.ranks * 2 * row if case.ranks > 1 else 0, why)
+    yield from sends_at_most(notes, (case.ranks - 1) * 2 * row, why)
     scores = 8 * (case.tokens // case.ranks) ** 2
     what = "At any time a rank needs the keys and values of one other rank, and the scores with these."
     yield from holds_at_most(notes, 9 * row + 6 * scores, what)
@@ -260,7 +306,7 @@ LABS = [
         source="step06_context_parallel/sketch.py",
         bodies=(1, 2),
         hidden={"backward": "write-06-b"},
-        cases=CASES,
+        cases=(*CASES, Steep(ranks=2, tokens=16, width=6)),
         run=attend,
         expect=expect_attention,
         judge=judge_attention,

@@ -35,7 +35,7 @@ ROUTER_APART = Bug(
         Edit(
             APPLY,
             'spec = replace(spec, extra_groups=("tp",), owner=tp.rank == 0)',
-            'spec = replace(spec, extra_groups=() if parameter is router.weight else ("tp",), owner=tp.rank == 0)',
+            "spec = replace(spec, owner=tp.rank == 0)",
         ),
     ),
     seen=(ONE, Launch(TRAIN, "--experts 4 --tp 2", 2)),

@@ -20,6 +20,7 @@ from step08_5d import config as step08
 from step08_5d.cost import Layout, bubble, messages, operations
 
 NODES = RANKS = 2
+SECONDS = 50  # that a measurement may take
 SEQUENCES = 8
 ORDERS = ("tp,cp,pp,dp", "tp,cp,dp,pp")
 
@@ -128,19 +129,19 @@ def flags_of(case: Case, layout: Layout, order: str) -> list[str]:
     return words
 
 
-def measure(case: Case, words: list[str]) -> float | None:
-    """Tokens/s of the second step on two such nodes; None without namespaces, or if it takes longer than a minute."""
+def measure(case: Case, words: list[str]) -> float | str:
+    """Tokens/s of the second step on two such nodes, or why there is no measurement."""
     with tempfile.TemporaryDirectory(prefix="design-") as folder:
         nodes = ["-m", "common.nodes", "--nodes", NODES, "--ranks", RANKS, "--bandwidth", f"{case.mbit}mbit", "--"]
         command = [sys.executable, *nodes, "step08_5d/train.py", *words, "--run-dir", folder, "--peak-tflops", "1"]
-        quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 50}
+        quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": SECONDS}
         quiet["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
         try:
             done = subprocess.run([str(word) for word in command], cwd=ROOT, **quiet)
-            if done.returncode:
-                return None
         except subprocess.TimeoutExpired:
-            return None
+            return f"two steps take longer than {SECONDS} s here"
+        if done.returncode:
+            return (done.stderr.strip().splitlines() or ["the nodes could not be made"])[-1]
         record = read_run(folder)
         return record.value(1, "tokens_per_s")
 
@@ -160,7 +161,11 @@ def judge(answers: dict[str, str], student: int) -> Judged:
     where = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in mine._asdict().items())
     tokens = SEQUENCES * case.seq
     speeds = tokens / mine.step, tokens / best.step
-    return Judged(named(layout, answers["order"]), *speeds, (f"a step: {where}",), measure(case, words))
+    found = measure(case, words)
+    lines = (f"a step: {where}",)
+    if isinstance(found, str):
+        return Judged(named(layout, answers["order"]), *speeds, (f"not measured: {found}", *lines))
+    return Judged(named(layout, answers["order"]), *speeds, lines, found)
 
 
 def given(student: int) -> str:
@@ -202,8 +207,9 @@ Two nodes of two ranks each, joined by a slow cable: which layout trains the mos
 the hardware, the model, and a layout to begin with.
 
 `check` predicts your step (products at the given rate, the pipeline's bubble, and the bytes over the cable; sums of
-gradients hide behind the last micro-batch's backward), and keeps a score board. On Linux it also measures it on two
-such nodes, as `python -m common.nodes` does. Passed with 98 % of the predicted speed of the best layout.
+gradients hide behind the last micro-batch's backward), and keeps a score board. Where Linux lets it make network
+namespaces, it also measures your layout on two such nodes, as `python -m common.nodes` does. `micro_batch` changes the
+bubble, and what can hide. Passed with 98 % of the predicted speed of the best layout.
 
 *Before:* lesson 8, "When to use it".
 """,

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from itertools import permutations
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,9 @@ def expect_groups(case: Case) -> list[Expected]:
         mistakes["ep deals the ranks of a stage in ascending order: a row of it is neighbors of this list."] = {
             "ranks of ep": strided[:, (strided == rank).nonzero()[0, 1]]
         }
+        mistakes["edp joins the ranks that hold the same experts, a column of what ep has dealt; here it is dp."] = {
+            "ranks of edp": place["ranks of dp"]
+        }
         mistakes["dp_cp and edp have changed places: the order is dp, pp, cp, tp, ep, dp_cp, edp."] = {
             "ranks of dp_cp": place["ranks of edp"],
             "ranks of edp": place["ranks of dp_cp"],
@@ -78,6 +82,11 @@ def expect_groups(case: Case) -> list[Expected]:
         mistakes["the ranks of cp hold the same weights, too, and saw other tokens: dp_cp joins both."] = {
             "ranks of dp_cp": place["ranks of dp"]
         }
+        grid = torch.arange(case.ranks).view(_degrees(case)[:4])
+        as_they_lie = [grid.permute(order).reshape(-1, case.dp * case.cp) for order in permutations(range(4))]
+        mistakes["bring dp and cp next to each other, behind pp and tp (permute), before you reshape to rows."] = [
+            {"ranks of dp_cp": rows[(rows == rank).nonzero()[0, 0]].sort().values} for rows in as_they_lie
+        ]
         mistakes["all ranks are in this group: it should have those along one dimension."] = dict.fromkeys(
             place, torch.arange(case.ranks)
         )
@@ -95,6 +104,8 @@ def errors_of_groups(case: Case) -> dict[str, str]:
         "groups instead of": "seven groups are asked for: dp, pp, cp, tp, ep, dp_cp and edp.",
         "not enough values to unpack": "seven groups are asked for: dp, pp, cp, tp, ep, dp_cp and edp.",
         "is invalid for input": sizes,
+        "it does not end": "to make groups, ranks wait for each other, so all must name the same ones: each rank has "
+        "to name the rows of all ranks, and not only its own.",
         "multiple subgroups": "each rank is in one row only: all rows together are all ranks, each once.",
     }
 

@@ -5,11 +5,13 @@ from torch import Tensor
 
 from common.labs.ranks import Case
 from common.labs.rules import SLACK, holds_at_most, sends_at_most
-from common.labs.seen import Notes
+from common.labs.seen import Notes, count
 from common.labs.write import Expected, WriteLab, page
 
 SIZES = "heads", "plain", "rotated", "value", "latent"
 NAMES = "dq", "dlatent", "dkey", "dweight"
+ROUNDED = "sums of gradients in bfloat16"
+SWALLOWED = "every addition rounds it to eight bits: keep such a sum in float32, as `lse` is."
 
 
 class Narrow(Case):
@@ -227,12 +229,14 @@ def travel(student, case: Case, rank: int) -> dict[str, Tensor]:
     q, latent, key, dout, out = (each[..., mine, :] for each in (ring.q, ring.latent, ring.key, ring.dout, ring.out))
     q, latent, key, weight, dout = (each.to(narrow, copy=True) for each in (q, latent, key, ring.weight, dout))
     sums = torch.promote_types(narrow, torch.float32)
-    found = {}
+    found: dict[str, Tensor] = {}
     if case.way != "backward":
         found |= zip(("out", "lse"), student.forward(q, latent, key, weight))
     if case.way != "forward":
         lse = ring.lse[..., mine].to(sums)
         found |= zip(NAMES, student.backward(dout, q, latent, key, weight, out.to(sums), lse))
+        if sums != narrow and getattr(found["dweight"], "dtype", sums) == narrow:
+            count(ROUNDED)
     return found
 
 
@@ -261,19 +265,23 @@ def _bytes(case: Case) -> tuple[int, int, int]:
 def judge_travel(case: Case, rank: int, notes: Notes):
     shared, gradient, pair = _bytes(case)
     forth, back = case.way != "backward", case.way != "forward"
-    most = case.ranks * (forth * shared + back * (shared + gradient)) if case.ranks > 1 else 0
+    most = (case.ranks - 1) * forth * shared + case.ranks * back * (shared + gradient) if case.ranks > 1 else 0
     send = "after N - 1 hops, latents have been on every rank, and after N, their gradients are home."
     if any(call.bytes > SLACK * (shared + gradient) for call in notes.of("send")):
         send = "keys and values of all heads, or their gradients, are in this message. Send what all heads share, "
         send += "expand it where it arrives, and fold gradients before they leave."
     elif isinstance(case, Narrow):
         send = "latents are in bfloat16 and can travel like that; only sums of gradients need float32."
-    why = {
-        "send": send,
+    others = notes.of("all_gather", "all_reduce", "reduce_scatter")
+    why = ({} if others else {"send": send}) | {
         "all_gather": "latents, and sums of their gradients, go around the ring; nobody needs all of them at once.",
         "all_reduce": "a gradient that travels with its latent collects the sum on its way.",
     }
     yield from sends_at_most(notes, most, why)
+    if isinstance(case, Narrow) and not others and all(call.bytes <= shared for call in notes.of("send")):
+        yield f"sums of gradients travel in bfloat16, and {SWALLOWED}"
+    if notes.counts[ROUNDED]:
+        yield f"dweight is a sum over all hops in bfloat16, and {SWALLOWED}"
     if case.ranks > 3:  # with fewer, all parts together are not much more than one
         weight = 8 * case.heads * (case.plain + case.value) * case.latent
         held = (weight + 7.5 * shared + 9 * pair) if back else (3.5 * shared + 4 * pair)

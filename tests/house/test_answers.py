@@ -42,7 +42,7 @@ CHANGES = {
     ],
     6: [
         ("    for hop in range(ranks):\n        k, v = ring\n        queries…\n", "§0"),
-        ("        ring = pass_on(ring)  # the last…\n", ""),
+        ("        if hop + 1 < ranks:  # one…\n            ring = pass_on(ring)\n", ""),
         ("dq, ring = …", "dq, kv = torch.zeros_like(q), torch.stack((k, v))"),
         ("    for hop in range(ranks):\n        k, v, dk, dv…\n        queries…\n", "§1"),
         ("        ring = pass_on(ring)\n", ""),

@@ -16,7 +16,7 @@ import pytest
 from common.errors import UsageError
 from common.labs import __main__ as command
 from common.labs import forks, training
-from common.labs.copies import edited, read
+from common.labs.copies import edited, read, shown
 from common.labs.find import ROOT
 from common.labs.hunt import TOLERANCE, Bug, Hunt
 from common.labs.training import SMALL, Launch, first_difference, train
@@ -152,9 +152,37 @@ def test_a_repair_without_a_sentence(tmp_path, monkeypatch):
     found = lab.check(tmp_path, 0)
     assert found.score == 0.5 and "it has 1" in found.feedback[0] and "elsewhere" not in str(found.feedback)
     answer(tmp_path, "common/model.py", line)
-    assert "goes wrong elsewhere first" in lab.check(tmp_path, 0).feedback[-1]
+    found = lab.check(tmp_path, 0)
+    assert found.score == 0.5 and "works, and is not in common/model.py" in found.feedback[0]
+    (tmp_path / file).write_text(shown(file, bug.edits))
+    with (tmp_path / "common/model.py").open("a") as model:
+        model.write("# corrected here\n")
+    found = lab.check(tmp_path, 0)
+    assert found.score == 0.5 and "corrects in common/model.py what goes wrong before" in found.feedback[0]
     (tmp_path / "answer.toml").write_text(f'file = "{file}"\nlin = {line}\n')
     assert "(`lin` is none of file, line and why.)" in lab.check(tmp_path, 0).feedback[0]
+
+
+def test_a_missing_line_may_be_added_in_another_place(tmp_path, monkeypatch):
+    """In hunt-03-a, whoever makes the specs of shards can say who owns them; where nothing was added is no place."""
+    if not os.environ.get("TEST_ALL"):
+        monkeypatch.setattr(Hunt, "_wrong_after_fix", lambda *_: None)
+    (lab,), file = hunt_shards.LABS, "step03_zero/unit.py"
+    lab.start(tmp_path, 1)
+    text = read(tmp_path / file)
+    line = 1 + text[: text.index("piece.spec = replace(")].count("\n")
+    answer(tmp_path, file, line)
+    found = lab.check(tmp_path, 1)
+    assert found.score == 0 and f"the bug is not in {file}" in found.feedback[0]
+    owned = "owner=parameter.spec.owner and self.replicas.rank == 0, flat_range="
+    (tmp_path / file).write_text(text.replace("flat_range=(low", f"{owned}(low"))
+    assert lab.check(tmp_path, 1).passed
+    for other in ((file, line + 40), ("common/model.py", line)):
+        answer(tmp_path, *other)
+        found = lab.check(tmp_path, 1)
+        assert found.score == 0.5 and f"you have repaired it in {file}: name the line" in found.feedback[0], other
+    answer(tmp_path, *place(lab, lab.bug(1)))
+    assert lab.check(tmp_path, 1).passed
 
 
 def test_files_that_are_gone(tmp_path):

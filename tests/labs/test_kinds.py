@@ -166,6 +166,30 @@ def test_who_waits_although_a_backward_is_ready(tmp_path, monkeypatch):
     assert "(2 characters are one unit of time)" in found.feedback
 
 
+@pytest.mark.parametrize(
+    ("name", "low", "high", "said"),
+    [
+        ("1f1b", 0.45, 0.55, "rank 0 waits 6 before B0, because rank 1 does all of B0, and others wait only for its I"),
+        ("zb-h1, W first", 0.4, 0.6, "because rank 3 does W"),
+        ("zb-h2", 0.6, 0.61, "holds 6 unfinished micro-batches, and may hold 4"),  # faster, and holds too much
+        ("zb-h1", 1, 1, "beside the best known"),
+    ],
+)
+def test_what_a_slow_table_is_worth(name, low, high, said, tmp_path, monkeypatch):
+    """At most 0.6, even if little is missing; and the best one is drawn only beside one that has passed."""
+    panels = []
+    monkeypatch.setattr(tables, "draw", lambda drawn, path, unit: panels.extend(drawn) or path)
+    lab, (best, *rest) = schedule_tables.LABS[1], name.split(", ")
+    lab.start(tmp_path, 1)
+    rows = [[str(action) for action in row] for row in build_schedule(best, 4, 6).actions]
+    for row in rows if rest else ():  # each W as soon as it can
+        row[:] = [each for name in row if name[0] != "W" for each in (name, *(["W" + name[1:]] * (name[0] == "I")))]
+    (tmp_path / "schedule.csv").write_text("\n".join(map(",".join, rows)) + "\n")
+    found = lab.check(tmp_path, 1)
+    assert low <= found.score <= high and said in "\n".join(found.feedback), found
+    assert len(panels) == 1 + found.passed
+
+
 # ---- designs ---------------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +246,9 @@ def test_a_slow_cable(student, tmp_path, monkeypatch):
     write(folder, **answers)
     found = lab.check(folder, student)
     assert found.passed and "measured: 100 tokens/s" in found.feedback
+    monkeypatch.setattr(design_cable, "measure", lambda *_: "no namespaces")
+    found = lab.check(folder, student)
+    assert found.passed and "not measured: no namespaces" in found.feedback
     for changed, message in (
         ({"order": "dp,tp"}, "is none of"),
         ({"tp": 3}, "must be 4"),

@@ -8,6 +8,7 @@ what it says names the misconception, by matching the pattern.
 import os
 import re
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,9 @@ def test_a_picture(tmp_path, monkeypatch):
     monkeypatch.undo()
     lab = LABS["write-05-b"]
     edits, _ = next(each for each in ANSWERS[lab.id] if each[1] and "AFAB" in each[1])
-    verdict = hand_in(lab, tmp_path, edits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of what does not fit
+        verdict = hand_in(lab, tmp_path, edits)
     assert verdict.feedback[-1] == f"As a picture: {tmp_path / picture.NAME}"
     assert (tmp_path / picture.NAME).stat().st_size > 10_000
     assert any("micro-batches kept`: as it should be, and as it is" in line for line in verdict.feedback)
