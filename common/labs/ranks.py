@@ -17,23 +17,25 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 from common.errors import LOST_PEER, first_line
-from common.labs.closed import LAB, REFERENCE, Closed, close, guarded, refused
+from common.labs import given as giving
+from common.labs import seen, written
+from common.labs.closed import LAB, REFERENCE, close, codes_of, guarded, keep_only
 from common.labs.cut import helpers
 from common.labs.find import ROOT, all_labs, lab, names_of_modules
 from common.labs.forks import LINUX, state
-from common.labs.given import prepare
 from common.labs.seen import Notes, Watching, line_of
 from common.labs.written import Failure, read_failure, read_result, write_failure, write_result
 
@@ -194,10 +196,17 @@ def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None
     os.environ["OMP_NUM_THREADS"] = "1"
     watching, given, main = [], (), threading.main_thread().ident
     threading.Thread(target=_watch, args=(watching, main, Path(folder), rank), daemon=True).start()
+    leave, write, failed = os._exit, _write, Path(folder, f"failure.{rank}")  # which a file may replace
+
+    def end(why: str) -> NoReturn:
+        write(failed, write_failure(Failure("reads the reference", why, time.monotonic())))
+        leave(1)
+
     try:
         this = lab(id)
-        given = helpers((ROOT / this.source).read_text(encoding="utf-8"), this.bodies)
-        _close_the_book(this, file)
+        run, given = this.run, helpers((ROOT / this.source).read_text(encoding="utf-8"), this.bodies)
+        _close_the_book(this, file, end, folder)
+        del this
         watching.append(Watching(file, given))
         module = _load(file)
         for number, case in enumerate(cases):
@@ -207,19 +216,17 @@ def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None
             dist.init_process_group("gloo", rank=rank, timeout=timedelta(seconds=2 * LIMIT), **world)
             watching.append(Watching(file, given))
             with watching[-1] as notes:
-                values = this.run(module, case, rank)
-            if refused:  # and the file has caught the error
-                raise Closed(refused[0])
-            _write(Path(folder, f"{number}.{rank}"), write_result(values, notes))
+                values = run(module, case, rank)
+            write(Path(folder, f"{number}.{rank}"), write_result(values, notes))
             while not all(Path(folder, f"{number}.{each}").exists() for each in range(case.ranks)):
                 time.sleep(0.002)  # so that no rank sees a connection closed
             dist.destroy_process_group()
     except BaseException as error:  # SystemExit too
-        if not Path(folder, f"failure.{rank}").exists():  # what comes after a hang is its end
-            _write(Path(folder, f"failure.{rank}"), write_failure(_failure(error, file, given)))
-        os._exit(1)
+        if not failed.exists():  # what comes after a hang is its end
+            write(failed, write_failure(_failure(error, file, given)))
+        leave(1)
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may still be releasing tensors
+    leave(0)  # gloo's threads may still be releasing tensors
 
 
 def _load(file: str):
@@ -229,32 +236,38 @@ def _load(file: str):
     return module
 
 
-def _close_the_book(this, file: str) -> None:
-    """Prepare what the lab gives, and refuse to the student's file what solves or grades it."""
-    prepare(this.source, this.hidden)
+def _close_the_book(this, file: str, end: Callable[[str], NoReturn], folder: str) -> None:
+    """Prepare what the lab gives, and take from this process what solves or grades it, and what else it need not hold.
+
+    The process keeps what the lab's `run` uses, and what takes notes.
+    """
+    prepared = giving.prepared(this.source, this.hidden)
     all_labs.cache_clear()
-    torch.from_file = torch.UntypedStorage.from_file = guarded("maps a file into memory")
-    modules = [name for name in sys.modules if name.split(".")[1:2] == ["labs"] and name.startswith("step")]
-    close(ROOT, ROOT / this.source, file, tuple(modules))
+    modules = [name for name in sys.modules if name.split(".")[1:2] == ["labs"]]
+    modules = [name for name in modules if name not in ("common.labs", giving.__name__)]
+    ours = codes_of(sys.modules[__name__], seen, written)
+    refuse = close(ROOT, ROOT / this.source, file, end, modules, ours, folder)
+    giving.given = prepared(refuse)
+    torch.from_file = torch.UntypedStorage.from_file = guarded("maps a file into memory", refuse)
+    keep_only(this.run)
 
 
 def _failure(error: BaseException, file: str, given: Collection[str]) -> Failure:
     now = time.monotonic()
-    if refused or isinstance(error, Closed):
-        return Failure("reads the reference", refused[0], now)
     if isinstance(error, ImportError) and "None in sys.modules" in str(error):
         return Failure("reads the reference", LAB if ".labs" in str(error) else REFERENCE, now)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    walked = traceback.walk_tb(error.__traceback__)  # opens no file, as `extract_tb` does
+    frames = [(at.f_code.co_name, line) for at, line in walked if at.f_code.co_filename == file]
     if isinstance(error, NotImplementedError) and frames:
-        return Failure("unwritten", f"`{frames[-1].name}` is not written yet (line {frames[-1].lineno}).", now)
+        return Failure("unwritten", "`{}` is not written yet (line {}).".format(*frames[-1]), now)
     if isinstance(error, SyntaxError) and error.filename == file:
         return Failure("unwritten", f"line {error.lineno} is no Python: {error.msg}.", now)
     where = ""
     if frames:
-        inside = frames[-1].name
-        frame = next((each for each in reversed(frames) if each.name not in given), frames[-1])
-        within = "" if frame.name == inside else f"`{inside}`, which was called in "
-        where = f" in {within}{_quoted(file, frame.lineno)}"
+        inside = frames[-1][0]
+        name, line = next((each for each in reversed(frames) if each[0] not in given), frames[-1])
+        within = "" if name == inside else f"`{inside}`, which was called in "
+        where = f" in {within}{_quoted(file, line)}"
     return Failure("raised", f"raised {type(error).__name__}{where}: {first_line(error)}", now)
 
 
@@ -285,5 +298,7 @@ def _quoted(file: str, line: int) -> str:
 def _write(path: Path, content: bytes) -> None:
     """All at once, for those who look whether it is there."""
     part = path.with_suffix(path.suffix + ".part")
-    part.write_bytes(content)
-    part.rename(path)
+    number = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # no function between: see `close`
+    os.write(number, content)
+    os.close(number)
+    os.rename(part, path)
