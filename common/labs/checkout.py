@@ -151,7 +151,14 @@ def _encoded(files: dict[str, bytes]) -> dict[str, str]:
 def _run(copy: Path, scratch: Path, labs: list[dict], limits: Limits) -> list[Checked]:
     """Let a process check labs, one after the other. Returns those that it came to the end of."""
     word, mark = uuid.uuid4().hex, new_mark()
-    job = {"word": word, "labs": labs, "folder": str(scratch), "seconds": limits.seconds, "memory": limits.memory}
+    job = {
+        "parent": os.getpid(),
+        "word": word,
+        "labs": labs,
+        "folder": str(scratch),
+        "seconds": limits.seconds,
+        "memory": limits.memory,
+    }
     environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ") if name in os.environ}
     environment |= {"HOME": str(scratch), "TMPDIR": str(scratch), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
     environment |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": LOOP}

@@ -9,10 +9,14 @@ from common.labs.closed import REFERENCE
 from common.labs.find import ROOT
 
 
-def _found(path: str, name: str) -> CodeType:
+def texts_of(path: str, names: Collection[str]) -> dict[str, str]:
+    """By name, these functions of a file of the project."""
     body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
-    found = next(node for node in body if getattr(node, "name", None) == name)
-    return compile(ast.Module([found], []), f"<{path}, out of sight>", "exec")
+    return {node.name: ast.unparse(node) for node in body if getattr(node, "name", None) in names}
+
+
+def _compiled(text: str, path: str) -> CodeType:
+    return compile(text, f"<{path}, out of sight>", "exec")
 
 
 def given(path: str) -> Callable[[Callable], Callable]:
@@ -21,7 +25,12 @@ def given(path: str) -> Callable[[Callable], Callable]:
     Names in it, such as WIDTH, are those of the module in which the decorated function is defined. A check refuses this
     for functions that the lab asks for.
     """
-    return lambda function: _defined(_found(path, function.__name__), function)
+
+    def replace(function: Callable) -> Callable:
+        name = function.__name__
+        return _defined(_compiled(texts_of(path, [name])[name], path), function)
+
+    return replace
 
 
 def _defined(code: CodeType, function: Callable) -> Callable:
@@ -30,9 +39,9 @@ def _defined(code: CodeType, function: Callable) -> Callable:
     return scope[function.__name__]
 
 
-def prepared(of: str, names: Collection[str]) -> Callable:
-    """Read functions of a file. Returns what makes a `given` that knows no others, from a function that refuses."""
-    codes = {(of, name): _found(of, name) for name in names}
+def prepared(of: str, texts: dict[str, str]) -> Callable:
+    """From functions of a file, by name: what makes a `given` that knows no others, from a function that refuses."""
+    codes = {(of, name): _compiled(text, of) for name, text in texts.items()}
 
     def with_refusal(refuse: Callable[[str], NoReturn]) -> Callable:
         def given(path: str) -> Callable[[Callable], Callable]:

@@ -233,7 +233,7 @@ def write_all(rows: list[Row], labs: list[str], out: Path) -> None:
     page = write_page(rows, labs, out / "marker.html")
     networks = {result.network for row in rows for result in row.results.values()} - {""}
     if networks:
-        print(f"Network of the submissions: {' and '.join(sorted(networks))}.")
+        print(f"Submissions had {' and '.join(sorted(networks))}.")
     print(f"Wrote {out / 'grades.csv'}, {page}, and {out / 'results'} for Gradescope.")
     if odd := [row for row in rows if row.notes]:
         print(f"{len(odd)} of {len(rows)} rows have notes; look at these.", file=sys.stderr)

@@ -155,7 +155,7 @@ class Hunt(Lab):
         for run, root in ((bug.unseen[0], ROOT), (bug.unseen[1], folder)):  # when the second one runs, ours is gone
             with tempfile.TemporaryDirectory(prefix="hunt-", ignore_cleanup_errors=True) as runs:
                 try:
-                    records += train([(run, root)], Path(runs), SMALL)
+                    records += train([(run, root)], Path(runs), SMALL, theirs=root != ROOT)
                 except UsageError as error:
                     return str(error)
         return first_difference(*records, TOLERANCE)

@@ -32,10 +32,12 @@ from tqdm import tqdm
 from common.errors import LOST_PEER, first_line
 from common.labs import given as giving
 from common.labs import seen, written
+from common.labs.apart import apart, give_up_rights, leave_out
 from common.labs.closed import LAB, REFERENCE, close, codes_of, guarded, keep_only
 from common.labs.cut import helpers
-from common.labs.find import ROOT, all_labs, lab, names_of_modules
+from common.labs.find import ROOT, all_labs, lab, module_of, names_of_modules, solutions
 from common.labs.forks import LINUX, state
+from common.labs.given import texts_of
 from common.labs.seen import Notes, Watching, line_of
 from common.labs.written import Failure, read_failure, read_result, write_failure, write_result
 
@@ -64,26 +66,37 @@ class Outcome:
 
 def run_on_ranks(id: str, file: Path, cases: list[Case]) -> Outcome:
     """Let `lab(id).run(module, case, rank)` go through all cases, on ranks that have imported the student's `file`."""
+    with tempfile.TemporaryDirectory(prefix="labs-") as folder:
+        apart(lambda: _run(Path(folder), id, str(file), cases))
+        return _collect(Path(folder), cases)
+
+
+def _run(folder: Path, id: str, file: str, cases: list[Case]) -> None:
+    """Let ranks go through all cases, and wait for their end. What they find is in `folder`."""
     method = "forkserver" if sys.platform == "linux" else "spawn"
-    context = multiprocessing.get_context(method)
+    context, this = multiprocessing.get_context(method), lab(id)
     if method == "forkserver":
         # The second is imported by `y.backward(gradient)`: for seconds, and in every rank if it is not here already
         preload = ["common.labs.ranks", "torch.fx.experimental.symbolic_shapes", *names_of_modules()]
         context.set_forkserver_preload(preload)
-    with tempfile.TemporaryDirectory(prefix="labs-") as folder:
-        size = max(case.ranks for case in cases)
-        ranks = [context.Process(target=_rank, args=(rank, folder, id, str(file), cases)) for rank in range(size)]
-        try:
-            if method == "forkserver":
-                _start_fork_server()
-            for process in ranks:
-                process.start()
-            _wait_for(ranks, Path(folder), len(cases), id)
-        finally:
-            for process in (each for each in ranks if each.pid):  # after Ctrl-C, some may not have begun
-                process.kill()
-                process.join()
-        return _collect(Path(folder), cases)
+    given = helpers((ROOT / this.source).read_text(encoding="utf-8"), this.bodies)
+    known = id, module_of(id), frozenset(given), texts_of(this.source, this.hidden)
+    size = max(case.ranks for case in cases)
+    ranks = [context.Process(target=_rank, args=(rank, str(folder), file, cases, *known)) for rank in range(size)]
+    try:
+        if method == "forkserver":
+            _start_fork_server()
+            first = context.Process(target=os.getpid)
+            first.start()
+            first.join()  # by now, the server has imported what it has to
+            leave_out(solutions(this.source))
+        for process in ranks:
+            process.start()
+        _wait_for(ranks, folder, len(cases), id)
+    finally:
+        for process in (each for each in ranks if each.pid):  # after Ctrl-C, some may not have begun
+            process.kill()
+            process.join()
 
 
 def _start_fork_server() -> None:
@@ -190,11 +203,20 @@ def _lost(text: str) -> bool:
 # ---- what follows runs in the ranks ----------------------------------------------------------------------------------
 
 
-def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None:
-    """One rank: all cases that it takes part in."""
+def _rank(
+    rank: int, folder: str, file: str, cases: list[Case], id: str, module: str, given: Collection[str], texts: dict
+) -> None:
+    """One rank: all cases that it takes part in.
+
+    Args:
+        id, module: the lab, and which module brings it. given: names of the starter's functions.
+        texts: those that it gives out of sight.
+    """
+    give_up_rights()
+    multiprocessing.current_process()._args = ()  # these
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    watching, given, main = [], (), threading.main_thread().ident
+    watching, main = [], threading.main_thread().ident
     threading.Thread(target=_watch, args=(watching, main, Path(folder), rank), daemon=True).start()
     leave, write, failed = os._exit, _write, Path(folder, f"failure.{rank}")  # which a file may replace
 
@@ -203,12 +225,13 @@ def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None
         leave(1)
 
     try:
-        this = lab(id)
-        run, given = this.run, helpers((ROOT / this.source).read_text(encoding="utf-8"), this.bodies)
-        _close_the_book(this, file, end, folder)
+        this = next(each for each in importlib.import_module(module).LABS if each.id == id)
+        run, given_by_us = this.run, giving.prepared(this.source, texts)
+        del texts
+        _close_the_book(this, file, given_by_us, end, folder)
         del this
         watching.append(Watching(file, given))
-        module = _load(file)
+        student = _load(file)
         for number, case in enumerate(cases):
             if rank >= case.ranks:
                 continue
@@ -216,7 +239,7 @@ def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None
             dist.init_process_group("gloo", rank=rank, timeout=timedelta(seconds=2 * LIMIT), **world)
             watching.append(Watching(file, given))
             with watching[-1] as notes:
-                values = run(module, case, rank)
+                values = run(student, case, rank)
             write(Path(folder, f"{number}.{rank}"), write_result(values, notes))
             while not all(Path(folder, f"{number}.{each}").exists() for each in range(case.ranks)):
                 time.sleep(0.002)  # so that no rank sees a connection closed
@@ -236,12 +259,11 @@ def _load(file: str):
     return module
 
 
-def _close_the_book(this, file: str, end: Callable[[str], NoReturn], folder: str) -> None:
-    """Prepare what the lab gives, and take from this process what solves or grades it, and what else it need not hold.
+def _close_the_book(this, file: str, prepared: Callable, end: Callable[[str], NoReturn], folder: str) -> None:
+    """Give what the lab gives, and take from this process what solves or grades it, and what else it need not hold.
 
     The process keeps what the lab's `run` uses, and what takes notes.
     """
-    prepared = giving.prepared(this.source, this.hidden)
     all_labs.cache_clear()
     modules = [name for name in sys.modules if name.split(".")[1:2] == ["labs"]]
     modules = [name for name in modules if name not in ("common.labs", giving.__name__)]
