@@ -23,7 +23,10 @@ REFERENCE = "your file reads the one that it was cut from."
 LAB = "your file imports what grades it."
 LOOKS = "your file looks at the frames of what calls it."
 NAMES = "your file makes code that says it is from another file."
+OTHERS = "your file looks into the memory or the files of a process."
 RESULTS = "your file opens what its check writes."
+NEED_NOT = "which it need not."
+STORE = "your file talks by the store in which ranks find each other, and whose bytes nobody counts."
 
 PROCESSES = ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "pty.spawn")
 ELSEWHERE = ("ctypes.", "gc.get_", "socket.bind", "socket.connect")
@@ -34,6 +37,11 @@ IMPORTS = {
     id(each.__code__)
     for each in (bootstrap._call_with_frames_removed, bootstrap_external._compile_bytecode)  # where modules are made
 }
+
+
+def is_refusal(line: str) -> bool:
+    """Whether a line for a student says that the file was refused something."""
+    return line.endswith((REFERENCE, LAB, LOOKS, NAMES, OTHERS, RESULTS, STORE, NEED_NOT))
 
 
 class Closed(BaseException):
@@ -80,8 +88,8 @@ def close(
             return REFERENCE
         if kept and real.startswith(kept):
             return RESULTS
-        if real.startswith("/proc/") and name in ("mem", "environ", "cmdline") or "/fd/" in real[:20]:
-            return LOOKS
+        if real.startswith("/proc/") and (name in ("mem", "environ", "cmdline") or "/fd/" in real):
+            return OTHERS
         inside = os.path.relpath(real, root).split(os.sep) if real.startswith(f"{root}{os.sep}") else [""]
         graders = (
             inside[0] != "runs" and inside[1:2] == ["labs"] and name.partition(".")[0] not in ("given", "__init__")
@@ -108,11 +116,11 @@ def close(
         if event == "open":
             why = forbidden(args[0])
         elif event in MOVES:
-            why = (forbidden(args[0]) or forbidden(args[1])) and f"your file calls {event}, which it need not."
+            why = (forbidden(args[0]) or forbidden(args[1])) and f"your file calls {event}, {NEED_NOT}"
         elif event.startswith(PROCESSES):
-            why = f"your file starts a process ({event}), which it need not."
+            why = f"your file starts a process ({event}), {NEED_NOT}"
         elif event.startswith(ELSEWHERE):
-            why = f"your file calls {event}, which it need not."
+            why = f"your file calls {event}, {NEED_NOT}"
         elif event == "sys._getframe" or event == "object.__getattr__" and args[1] in OF_FRAMES:
             why = LOOKS if asks_itself(frame, file) else ""
         elif event.startswith(FRAMES):
@@ -175,9 +183,20 @@ def guarded(does: str, refuse: Callable[[str], NoReturn]) -> Callable:
     """A function in the place of one of which no audit hook hears."""
 
     def read(*args, **kwargs):
-        refuse(f"your file {does}, which it need not.")
+        refuse(f"your file {does}, {NEED_NOT}")
 
     return read
+
+
+def only_for_others(call: Callable, why: str, refuse: Callable[[str], NoReturn], file: str) -> Callable:
+    """A function that refuses the student's file, and does its work for others."""
+
+    def asked(*args, **kwargs):
+        if asks_itself(sys._getframe(1), file):
+            refuse(why)
+        return call(*args, **kwargs)
+
+    return asked
 
 
 def keep_only(function: FunctionType) -> None:

@@ -33,7 +33,7 @@ from common.errors import LOST_PEER, first_line
 from common.labs import given as giving
 from common.labs import seen, written
 from common.labs.apart import apart, give_up_rights, leave_out
-from common.labs.closed import LAB, REFERENCE, close, codes_of, guarded, keep_only
+from common.labs.closed import LAB, REFERENCE, STORE, close, codes_of, guarded, keep_only, only_for_others
 from common.labs.cut import helpers
 from common.labs.find import ROOT, all_labs, lab, module_of, names_of_modules, solutions
 from common.labs.forks import LINUX, state
@@ -271,6 +271,9 @@ def _close_the_book(this, file: str, prepared: Callable, end: Callable[[str], No
     refuse = close(ROOT, ROOT / this.source, file, end, modules, ours, folder)
     giving.given = prepared(refuse)
     torch.from_file = torch.UntypedStorage.from_file = guarded("maps a file into memory", refuse)
+    for name, call in list(vars(dist.Store).items()):
+        if not name.startswith("_") and callable(call):
+            setattr(dist.Store, name, only_for_others(getattr(dist.Store, name), STORE, refuse, file))
     keep_only(this.run)
 
 

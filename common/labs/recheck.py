@@ -19,8 +19,10 @@ from pathlib import Path
 import common.entry  # noqa: F401
 from common.errors import UsageError
 from common.labs import apart, find
+from common.labs.checkout import changes
 from common.labs.confined import confine
 from common.labs.design import BOARD
+from common.labs.find import ROOT
 from common.launching.process_tree import adopt_orphans, end_descendants, marked, new_mark
 
 
@@ -33,7 +35,10 @@ def main() -> None:
     for lab in job["labs"]:
         found = check_confined(job, lab)
         end_descendants()  # a daemon of one lab does not live to see the next
-        print(job["word"], json.dumps({"id": lab["id"]} | found), flush=True)
+        changed = changes(ROOT, job["digests"])
+        print(job["word"], json.dumps({"id": lab["id"], "changed": changed} | found), flush=True)
+        if changed:
+            return
 
 
 def check_confined(job: dict, lab: dict) -> dict:

@@ -224,7 +224,7 @@ def line_of(file: str, frame, helpers: Collection[str] = ()) -> int:
             if frame.f_code.co_name not in helpers:
                 return frame.f_lineno
             innermost = innermost or frame.f_lineno
-        elif generated(frame.f_code.co_filename):
+        elif generated(frame.f_code.co_filename) and frame.f_back:  # at the bottom is what started this process
             made = made or frame.f_lineno
         frame = frame.f_back
     return innermost or made

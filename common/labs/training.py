@@ -17,6 +17,7 @@ from common.launching.system import FORK, require
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 24 --data synthetic --device cpu "
 SMALL += "--global-batch 12 --micro-batch 3 --dtype float64 --steps 3 --seed 3 --optimizer sgd --lr 0.1 --clip 0"
+LEAST = 0.5  # of the bytes that our code sends, in a repair
 SECONDS = 20  # that a training of a lab may take
 FORKS = Path(__file__).with_name("forks.py")
 
@@ -119,4 +120,14 @@ def first_difference(expected: Record, found: Record, tolerance: float) -> str |
                 ratio = ours / (theirs or TINY)
                 size = f"{ratio:.4g} times as large" if abs(ratio - 1) > 0.01 else f"off by {abs(ratio - 1):.1e}"
                 return f"{key} of step {step} is {ours:.9g} instead of {theirs:.9g} ({size})"
+    return None
+
+
+def sends_less(expected: Record, found: Record) -> str | None:
+    """Whether a rank sends much less than ours, in words: then it trains alone what others were to help with."""
+    ours, theirs = (
+        sum(sum(step.get("comm_bytes", {}).values()) for step in each.records) for each in (expected, found)
+    )
+    if theirs < LEAST * ours:
+        return f"a rank sends {theirs:,.0f} bytes, where {ours:,.0f} are needed for every rank to take part"
     return None

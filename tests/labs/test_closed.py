@@ -81,7 +81,7 @@ WAYS = {  # to get at the reference, in the place of a body
         "|".join((closed.RESULTS, "index out of range")),  # under a TMPDIR of its own
     ),
     "a socket": ("import socket; socket.create_connection(('127.0.0.1', 9))", "calls socket.connect"),
-    "memory": ("open('/proc/self/mem', 'rb')", "looks at the frames"),
+    "memory": ("open('/proc/self/mem', 'rb')", closed.OTHERS),
     "a thread": (
         f"import pathlib, threading; t = threading.Thread(target=pathlib.Path('{SOURCE}').read_text); t.start(); "
         "t.join()",
