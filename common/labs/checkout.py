@@ -125,11 +125,10 @@ def check_in_copy(pristine: Checkout, asked: list[dict], limits: Limits) -> tupl
             left = left[len(found) :]
             if left and len(found) == 0:
                 results.append(Checked(left.pop(0)["id"], fault="it ended the process that checks it"))
-            if changed := changes(copy, pristine.digests):
+            changed = {*changes(copy, pristine.digests), *(name for each in results for name in each.changed)}
+            if changed:  # perhaps changed back by now
                 results += [Checked(lab["id"], fault="not checked, as its copy had changed") for lab in left]
-                return results, changed
-            if any(each.changed for each in results):  # and was changed back
-                return results, sorted({name for each in results for name in each.changed})
+                return results, sorted(changed)
     return results, []
 
 

@@ -80,6 +80,7 @@ WAYS = {  # to get at the reference, in the place of a body
         "import glob, tempfile; open(glob.glob(f'{tempfile.gettempdir()}/labs-*/world.0')[0])",
         "|".join((closed.RESULTS, "index out of range")),  # under a TMPDIR of its own
     ),
+    "the store": ("import torch.distributed as d; d.distributed_c10d._get_default_store().get('x')", closed.STORE),
     "a socket": ("import socket; socket.create_connection(('127.0.0.1', 9))", "calls socket.connect"),
     "memory": ("open('/proc/self/mem', 'rb')", closed.OTHERS),
     "a thread": (
