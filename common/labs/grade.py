@@ -7,15 +7,13 @@ Gradescope reads them.
 """
 
 import csv
-import hashlib
-import json
 import queue
 import re
 import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from common.labs.apart import keep_to_itself
 from common.labs.checkout import OURS, Checked, Checkout, Limits, Stopped, check_in_copy, clean_checkout
 from common.labs.closed import is_refusal
 from common.labs.find import ROOT
+from common.labs.found import Kept, write_json
 from common.labs.marker import write_page, written_by
 from common.labs.roster import Student, hours_late, moment, read_roster
 from common.labs.submit import Submission, Unreadable, commit, printable, read_submission
@@ -58,34 +57,6 @@ class Row:
     @property
     def total(self) -> float:
         return sum(result.score for result in self.results.values())
-
-
-class Kept:
-    """What was found of each submission, written when it is: a run that is ended loses no more than what it was at."""
-
-    def __init__(self, out: Path, resume: bool):
-        self.folder, self.resume = out / "rows", resume
-
-    def put(self, row: Row, labs: list[str], notes: list[str]) -> None:
-        found = {id: asdict(result) for id, result in row.results.items()}
-        write_json(self._path(row, labs), {"notes": notes, "results": found})
-
-    def take(self, row: Row, labs: list[str]) -> bool:
-        """Whether it is known already, and so need not be checked."""
-        try:
-            found = json.loads(self._path(row, labs).read_text(encoding="utf-8")) if self.resume else None
-        except (OSError, ValueError):
-            return False
-        if found:
-            row.notes += found["notes"]
-            row.results = {id: Checked(**each) for id, each in found["results"].items()}
-        return bool(found)
-
-    def _path(self, row: Row, labs: list[str]) -> Path:
-        """By all that a check depends on: another file or another commit is another path."""
-        _, about, files, _ = row.submission
-        what = repr((commit(), labs, row.who.number, sorted(about.items()), sorted(files.items())))
-        return self.folder / f"{row.who.number}-{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
 
 
 def main(argv: list[str]) -> int:
@@ -286,11 +257,6 @@ def write_all(rows: list[Row], labs: list[str], out: Path) -> None:
     print(f"Wrote {out / 'grades.csv'}, {page}, and {out / 'results'} for Gradescope.")
     if odd := [row for row in rows if row.notes not in ([], [NOTHING])]:
         print(f"{len(odd)} of {len(rows)} rows have notes; look at these.", file=sys.stderr)
-
-
-def write_json(path: Path, content: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def cells(row: Row, labs: list[str]) -> list:
