@@ -180,6 +180,7 @@ def _run(copy: Path, scratch: Path, labs: list[dict], limits: Limits, before: di
         "word": word,
         "labs": labs,
         "folder": str(scratch),
+        "digests": before,
         "seconds": limits.seconds,
         "memory": limits.memory,
     }
