@@ -10,7 +10,6 @@ import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -29,12 +28,13 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.errors import LOST_PEER, first_line
+from common.errors import first_line
 from common.labs import given as giving
 from common.labs import seen, written
 from common.labs.apart import apart, give_up_rights, leave_out
 from common.labs.closed import LAB, REFERENCE, STORE, close, codes_of, guarded, keep_only, only_for_others
 from common.labs.cut import helpers
+from common.labs.failures import describe
 from common.labs.find import ROOT, all_labs, lab, module_of, names_of_modules, solutions
 from common.labs.forks import LINUX, state
 from common.labs.given import texts_of
@@ -165,39 +165,10 @@ def _collect(folder: Path, cases: list[Case]) -> Outcome:
             break
         if len(results) < len(paths):
             finished = {rank: notes for rank, (_, notes) in results.items()}
-            outcome.failure = f"With {case}: {_describe(found, finished)}"
+            outcome.failure = f"With {case}: {describe(found, finished)}"
             break
         outcome.results.append(list(results.values()))
     return outcome
-
-
-def _describe(found: dict[int, Failure], finished: dict[int, Notes]) -> str:
-    """The first cause of a failure in a sentence: no rank that has only lost its peer, and of a hang all ranks."""
-    if not found:
-        return "a rank died without a word (killed, out of memory, or os._exit)."
-    hangs = {rank: failure for rank, failure in found.items() if failure.kind == "hangs"}
-    causes = {rank: each for rank, each in found.items() if not (each.kind == "raised" and _lost(each.text))}
-    if hangs and len(causes) == len(hangs):
-        where = [f"rank {rank} {failure.text}" for rank, failure in sorted(hangs.items())]
-        where += [_ended(rank, notes, where) for rank, notes in finished.items() if rank not in hangs]
-        return "it does not end. " + "; ".join(where) + "."
-    rank, cause = min((causes or found).items(), key=lambda item: (item[1].kind == "hangs", item[1].when))
-    return cause.text if cause.kind in ("unwritten", "reads the reference") else f"rank {rank} {cause.text}"
-
-
-def _ended(rank: int, notes: Notes, where: list[str]) -> str:
-    """Of a rank that has come to its end while others wait, as `where` says of each of them."""
-    ended = f"rank {rank} has come to its end"
-    if notes.unwaited:
-        return f"{ended}; but never waited for its {notes.unwaited[0]}, line {notes.unwaited[0].line}"
-    for kind, does in (("send", "to"), "receives"), (("receive", "from"), "sends"):
-        if any(re.search(rf"^rank \d+ waits .*{kind[0]} of \S+ bytes {kind[1]} rank {rank}\b", each) for each in where):
-            return f"{ended} and never {does} it"
-    return ended
-
-
-def _lost(text: str) -> bool:
-    return re.search(LOST_PEER, text) is not None
 
 
 # ---- what follows runs in the ranks ----------------------------------------------------------------------------------
