@@ -174,7 +174,7 @@ def test_files_that_are_gone(tmp_path):
 
 def test_a_repair_that_trains_alone_is_none():
     """Rank 0 by itself has the right losses, and sends nothing."""
-    right, alone = ([{"step": 0, "comm_bytes": each}] for each in ({"dp": 1000, "pp": 10}, {}))
+    right, alone = ({0: {"comm_bytes": each}} for each in ({"dp": 1000, "pp": 10}, {}))
     right, alone = (SimpleNamespace(records=each) for each in (right, alone))
     assert sends_less(right, alone) == "a rank sends 0 bytes, where 1,010 are needed for every rank to take part"
     assert not sends_less(right, right) and not sends_less(alone, alone) and not sends_less(alone, right)
