@@ -126,7 +126,7 @@ def first_difference(expected: Record, found: Record, tolerance: float) -> str |
 def sends_less(expected: Record, found: Record) -> str | None:
     """Whether a rank sends much less than ours, in words: then it trains alone what others were to help with."""
     ours, theirs = (
-        sum(sum(step.get("comm_bytes", {}).values()) for step in each.records) for each in (expected, found)
+        sum(sum(step.get("comm_bytes", {}).values()) for step in each.records.values()) for each in (expected, found)
     )
     if theirs < LEAST * ours:
         return f"a rank sends {theirs:,.0f} bytes, where {ours:,.0f} are needed for every rank to take part"
