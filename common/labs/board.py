@@ -46,7 +46,11 @@ def best_rows(folder: Path) -> dict[tuple[str, int], list[dict]]:
     """By lab and variant of its hardware: the best design of each person, fastest first."""
     best = {}
     for path in sorted(folder.glob("scores*.jsonl")):
-        for row in filter(is_score, kept(path)):
+        rows = kept(path)
+        if odd := [row for row in rows if not is_score(row) and is_score(row | {"speed": 1.0})]:
+            print(f"warning: {path.name}: {odd[0].get('speed')!s:.20} tokens/s is left out: no machine has that",
+                  file=sys.stderr)  # fmt: skip
+        for row in filter(is_score, rows):
             key = row["lab"], row["variant"], _person(row)
             if key not in best or row["speed"] > best[key]["speed"]:
                 best[key] = row

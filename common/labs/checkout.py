@@ -1,7 +1,7 @@
 """Clean checkouts of the project, in which submissions are checked: none uses the student's copy of the checks.
 
 The clean checkout is kept in memory, with its digests, so nothing that runs while a submission is checked can reach it.
-Each submission gets a copy of its own, which is compared with these digests afterwards.
+Each submission gets a copy of its own, which is compared with these digests after every lab.
 """
 
 import base64
@@ -46,6 +46,11 @@ class Checked:
     fault: str = ""  # why its check did not come to an end
     seconds: float = 0.0
     network: str = ""
+    changed: list[str] = field(default_factory=list)  # files of the checkout that differ after it
+
+
+class Stopped(Exception):
+    """Grading was asked to end."""
 
 
 class Checkout(NamedTuple):
@@ -113,15 +118,24 @@ def check_in_copy(pristine: Checkout, asked: list[dict], limits: Limits) -> tupl
     if not left:
         return [], []
     with tempfile.TemporaryDirectory(prefix="labs-", ignore_cleanup_errors=True) as folder:
-        copy, before = pristine.write(Path(folder) / "project"), pristine.digests
+        copy = pristine.write(Path(folder) / "project")
         while left:
-            found = _run(copy, Path(tempfile.mkdtemp(dir=folder)), left, limits)
+            found = _run(copy, Path(tempfile.mkdtemp(dir=folder)), left, limits, pristine.digests)
             results += found
             left = left[len(found) :]
             if left and len(found) == 0:
                 results.append(Checked(left.pop(0)["id"], fault="it ended the process that checks it"))
-        after = digests(copy)
-    return results, sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+            changed = {*changes(copy, pristine.digests), *(name for each in results for name in each.changed)}
+            if changed:  # perhaps changed back by now
+                results += [Checked(lab["id"], fault="not checked, as its copy had changed") for lab in left]
+                return results, sorted(changed)
+    return results, []
+
+
+def changes(folder: Path, before: dict[str, str]) -> list[str]:
+    """Which files of a checkout are not what they were."""
+    after = digests(folder)
+    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
 
 
 class _Ours:
@@ -129,10 +143,17 @@ class _Ours:
 
     def __init__(self):
         self.lock, self.numbers, self.adopts = threading.Lock(), set(), False
+        self.stopped, self.running = threading.Event(), {}
 
     def begin(self) -> None:
         self.numbers |= set(descendants(os.getpid()))
         self.adopts = adopt_orphans()
+
+    def stop(self) -> None:
+        """End all checks, and begin none."""
+        self.stopped.set()
+        for process, mark in list(self.running.values()):
+            kill(process, mark)
 
     def end_orphans(self, ended: int) -> None:
         with self.lock:
@@ -148,10 +169,21 @@ def _encoded(files: dict[str, bytes]) -> dict[str, str]:
     return {name: base64.b64encode(content).decode() for name, content in files.items()}
 
 
-def _run(copy: Path, scratch: Path, labs: list[dict], limits: Limits) -> list[Checked]:
-    """Let a process check labs, one after the other. Returns those that it came to the end of."""
+def _run(copy: Path, scratch: Path, labs: list[dict], limits: Limits, before: dict[str, str]) -> list[Checked]:
+    """Let a process check labs, one after the other. Returns those that it came to the end of.
+
+    It ends after one that has changed the copy, whose digests were `before`. Raises Stopped if it is to end before.
+    """
     word, mark = uuid.uuid4().hex, new_mark()
-    job = {"word": word, "labs": labs, "folder": str(scratch), "seconds": limits.seconds, "memory": limits.memory}
+    job = {
+        "parent": os.getpid(),
+        "word": word,
+        "labs": labs,
+        "folder": str(scratch),
+        "digests": before,
+        "seconds": limits.seconds,
+        "memory": limits.memory,
+    }
     environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ") if name in os.environ}
     environment |= {"HOME": str(scratch), "TMPDIR": str(scratch), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
     environment |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": LOOP}
@@ -161,6 +193,9 @@ def _run(copy: Path, scratch: Path, labs: list[dict], limits: Limits) -> list[Ch
     with OURS.lock:
         process = subprocess.Popen(command, cwd=copy, env=environment, start_new_session=True, **pipes)
         OURS.numbers.add(process.pid)
+        OURS.running[process.pid] = process, mark
+    if OURS.stopped.is_set():
+        kill(process, mark)
     try:
         text, _ = process.communicate(json.dumps(job).encode(), START + len(labs) * (limits.seconds + 5))
     except subprocess.TimeoutExpired as error:
@@ -169,7 +204,10 @@ def _run(copy: Path, scratch: Path, labs: list[dict], limits: Limits) -> list[Ch
         kill(process, mark)
         process.wait()
         process.stdout.close()
+        OURS.running.pop(process.pid)
         OURS.end_orphans(process.pid)
+    if OURS.stopped.is_set():
+        raise Stopped
     lines = [line.split(" ", 1) for line in text.decode(errors="replace").splitlines()]
     return [Checked(**json.loads(rest[0])) for first, *rest in lines if first == word and rest]
 

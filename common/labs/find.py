@@ -28,6 +28,20 @@ def lab_modules() -> Iterator[ModuleType]:
     return map(importlib.import_module, names_of_modules())
 
 
+def module_of(id: str) -> str:
+    """The name of the module that brings a lab."""
+    return next(each.__name__ for each in lab_modules() if any(lab.id == id for lab in getattr(each, "LABS", [])))
+
+
+def solutions(source: str = "") -> list[Path]:
+    """Files and folders of the project that solve or grade labs; without `source`, all of the project."""
+    folders = [*ROOT.glob("step*/labs"), ROOT / "tests", ROOT / ".git"]
+    if not source:
+        return [*folders, *ROOT.glob("step*"), ROOT / "common"]
+    path = ROOT / source
+    return [*folders, path, *path.parent.glob(f"__pycache__/{path.stem}.*")]
+
+
 @functools.cache
 def all_labs() -> dict[str, Lab]:
     """By id, in the order of the course."""

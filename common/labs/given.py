@@ -2,22 +2,21 @@
 
 import ast
 from collections.abc import Callable, Collection
+from types import CodeType
+from typing import NoReturn
 
-from common.labs.closed import REFERENCE, refuse
+from common.labs.closed import REFERENCE
 from common.labs.find import ROOT
 
-_prepared: dict[tuple[str, str], ast.stmt] | None = None  # in a check, the functions that its lab gives, and no others
 
-
-def prepare(path: str, names: Collection[str]) -> None:
-    """Read these functions of a file of the project. From now on, `given` knows no others."""
-    global _prepared
-    _prepared = {(path, name): _found(path, name) for name in names}
-
-
-def _found(path: str, name: str) -> ast.stmt:
+def texts_of(path: str, names: Collection[str]) -> dict[str, str]:
+    """By name, these functions of a file of the project."""
     body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
-    return next(node for node in body if getattr(node, "name", None) == name)
+    return {node.name: ast.unparse(node) for node in body if getattr(node, "name", None) in names}
+
+
+def _compiled(text: str, path: str) -> CodeType:
+    return compile(text, f"<{path}, out of sight>", "exec")
 
 
 def given(path: str) -> Callable[[Callable], Callable]:
@@ -29,11 +28,30 @@ def given(path: str) -> Callable[[Callable], Callable]:
 
     def replace(function: Callable) -> Callable:
         name = function.__name__
-        if _prepared is not None and (path, name) not in _prepared:
-            refuse(REFERENCE)
-        found = _found(path, name) if _prepared is None else _prepared[path, name]
-        scope = {}
-        exec(compile(ast.Module([found], []), f"<{path}, out of sight>", "exec"), function.__globals__, scope)
-        return scope[name]
+        return _defined(_compiled(texts_of(path, [name])[name], path), function)
 
     return replace
+
+
+def _defined(code: CodeType, function: Callable) -> Callable:
+    scope = {}
+    exec(code, function.__globals__, scope)
+    return scope[function.__name__]
+
+
+def prepared(of: str, texts: dict[str, str]) -> Callable:
+    """From functions of a file, by name: what makes a `given` that knows no others, from a function that refuses."""
+    codes = {(of, name): _compiled(text, of) for name, text in texts.items()}
+
+    def with_refusal(refuse: Callable[[str], NoReturn]) -> Callable:
+        def given(path: str) -> Callable[[Callable], Callable]:
+            def replace(function: Callable) -> Callable:
+                if (path, function.__name__) not in codes:
+                    refuse(REFERENCE)
+                return _defined(codes[path, function.__name__], function)
+
+            return replace
+
+        return given
+
+    return with_refusal

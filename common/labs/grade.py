@@ -7,10 +7,11 @@ Gradescope reads them.
 """
 
 import csv
-import json
 import queue
 import re
+import signal
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,14 +19,18 @@ from pathlib import Path
 
 from common.errors import UsageError
 from common.labs import find
-from common.labs.checkout import OURS, Checked, Checkout, Limits, check_in_copy, clean_checkout
+from common.labs.apart import keep_to_itself
+from common.labs.checkout import OURS, Checked, Checkout, Limits, Stopped, check_in_copy, clean_checkout
+from common.labs.closed import is_refusal
 from common.labs.find import ROOT
+from common.labs.found import Kept, write_json
 from common.labs.marker import write_page, written_by
 from common.labs.roster import Student, hours_late, moment, read_roster
-from common.labs.submit import Submission, Unreadable, commit, read_submission
+from common.labs.submit import Submission, Unreadable, commit, printable, read_submission
 from common.launching.command_line import OneLineParser, summary
 from common.launching.system import FORK, require
 
+NOTHING = "nothing was handed in"
 SHARED = 0  # the number under which a class works together: its variants are accepted from everybody
 
 
@@ -65,6 +70,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--gradescope", type=Path, metavar="FILE", help="the result of one student, whatever was handed in"
     )
+    parser.add_argument("--resume", action="store_true", help="take what an earlier run has found of the same files")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="submissions at once; seconds need one")
     parser.add_argument("--seconds", type=float, default=180.0, metavar="X", help="that a lab's check may take")
     parser.add_argument("--memory", type=float, default=8.0, metavar="GB", help="that each of its processes may have")
@@ -79,12 +85,15 @@ def main(argv: list[str]) -> int:
     deadline = moment(options.deadline) if options.deadline else None
     roster = read_roster(options.roster) if options.roster else {}
     rows = collect(options.folder, roster, deadline)
-    check_all(rows, labs, Limits(options.seconds, options.memory), options.jobs)
+    check_all(rows, labs, Limits(options.seconds, options.memory), options.jobs, Kept(options.out, options.resume))
     labs = labs or [id for id in find.all_labs() if any(id in row.results for row in rows)]
     note_same_code(rows)
     write_all(rows, labs, options.out)
     if options.gradescope:
         write_json(options.gradescope, of_one(rows, labs))
+    if OURS.stopped.is_set():
+        print("error: ended by a signal; `--resume` goes on with those that were not checked", file=sys.stderr)
+        return 143
     return 0
 
 
@@ -98,7 +107,7 @@ def collect(folder: Path, roster: dict[int, Student], deadline: datetime | None)
     hidden = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
     paths = [folder] if (folder / "submission.json").exists() else list(hidden)  # Gradescope unpacks them
     for path in paths:
-        row = Row(None, path.name)
+        row = Row(None, printable(path.name))
         try:
             row.submission = read_submission(path)
         except Unreadable as error:
@@ -125,7 +134,7 @@ def collect(folder: Path, roster: dict[int, Student], deadline: datetime | None)
     rows = []
     for number, student in (roster | {number: each[0].who for number, each in mine.items()}).items():
         found = sorted(mine.get(number, []), key=_order)
-        row = found[-1] if found else Row(student, notes=["nothing was handed in"])
+        row = found[-1] if found else Row(student, notes=[NOTHING])
         if found[1:]:
             row.notes.append(f"{len(found)} files; the last one counts, not {', '.join(x.file for x in found[:-1])}")
         row.submitted = student.submitted or row.submitted
@@ -142,29 +151,39 @@ def _order(row: Row) -> tuple:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_all(rows: list[Row], labs: list[str], limits: Limits, jobs: int) -> None:
+def check_all(rows: list[Row], labs: list[str], limits: Limits, jobs: int, kept: Kept) -> None:
     """Check all submissions, some at once. Each has a copy of a clean checkout, which nobody else uses."""
     waiting = queue.Queue()
     pristine = clean_checkout()
     commit()  # now, as what a thread starts later would be taken for an orphan
+    keep_to_itself()
     OURS.begin()
+    OURS.stopped.clear()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: OURS.stop())
     for row in rows:
         if row.submission:
             waiting.put(row)
     with ThreadPoolExecutor(jobs) as pool:
-        done = [pool.submit(_check_rows, waiting, labs, limits, pristine) for _ in range(jobs)]
+        done = [pool.submit(_check_rows, waiting, labs, limits, pristine, kept) for _ in range(jobs)]
         for each in done:
             each.result()
 
 
-def _check_rows(waiting: queue.Queue, labs: list[str], limits: Limits, pristine: Checkout) -> None:
+def _check_rows(waiting: queue.Queue, labs: list[str], limits: Limits, pristine: Checkout, kept: Kept) -> None:
     while True:
         try:
             row = waiting.get_nowait()
         except queue.Empty:
             return
-        _check_row(row, labs, limits, pristine)
-        print(f"{row.who.number:>6}  {row.name[:30]:30}  {row.total:5.2f}  {row.file}", flush=True)
+        before = list(row.notes)
+        if not kept.take(row, labs):
+            try:
+                _check_row(row, labs, limits, pristine)
+                kept.put(row, labs, row.notes[len(before) :])
+            except Stopped:
+                row.notes, row.results = [*before, "not checked: grading was ended"], {}
+        print(f"{row.who.number:>6}  {printable(row.name)[:30]:30}  {row.total:5.2f}  {row.file}", flush=True)
 
 
 def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Checkout) -> None:
@@ -197,6 +216,7 @@ def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Checkout) ->
             result.score = 0.0
         if result.fault:
             row.notes.append(f"{result.id}: {result.fault}")
+        row.notes += [f"{result.id}: REFUSED: {line}" for line in result.feedback[:1] if is_refusal(line)]
         row.results[result.id] = result
     for result in row.results.values():
         if result.fault.startswith("it is the variant"):
@@ -233,15 +253,10 @@ def write_all(rows: list[Row], labs: list[str], out: Path) -> None:
     page = write_page(rows, labs, out / "marker.html")
     networks = {result.network for row in rows for result in row.results.values()} - {""}
     if networks:
-        print(f"Network of the submissions: {' and '.join(sorted(networks))}.")
+        print(f"Submissions had {' and '.join(sorted(networks))}.")
     print(f"Wrote {out / 'grades.csv'}, {page}, and {out / 'results'} for Gradescope.")
-    if odd := [row for row in rows if row.notes]:
+    if odd := [row for row in rows if row.notes not in ([], [NOTHING])]:
         print(f"{len(odd)} of {len(rows)} rows have notes; look at these.", file=sys.stderr)
-
-
-def write_json(path: Path, content: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def cells(row: Row, labs: list[str]) -> list:
@@ -256,7 +271,8 @@ def cells(row: Row, labs: list[str]) -> list:
 
 
 def harmless(cell):
-    """Text that no spreadsheet takes for a formula."""
+    """Text that no spreadsheet takes for a formula, and no terminal for a command."""
+    cell = printable(cell) if isinstance(cell, str) else cell
     return f"'{cell}" if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@", "\t", "\r") else cell
 
 

@@ -16,7 +16,7 @@ from common.labs.answers import read_answers
 from common.labs.copies import Edit, copy_project, edited, files, read, shown
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
-from common.labs.training import SMALL, Launch, first_difference, train
+from common.labs.training import SMALL, Launch, first_difference, sends_less, train
 from common.launching.system import FORK, require
 
 NEAR = 3  # lines around the bug that count as its place
@@ -186,13 +186,13 @@ class Hunt(Lab):
         """What still differs with the student's code; None if nothing does."""
         require("a hunt", FORK)  # here, as what `train` refuses counts as a mistake of the student
         records = []
-        for run, root in ((bug.unseen[0], ROOT), (bug.unseen[1], folder)):  # when the second one runs, ours is gone
+        for root in (ROOT, folder):  # the same training; when the second one runs, what ours has written is gone
             with tempfile.TemporaryDirectory(prefix="hunt-", ignore_cleanup_errors=True) as runs:
                 try:
-                    records += train([(run, root)], Path(runs), SMALL)
+                    records += train([(bug.unseen[1], root)], Path(runs), SMALL, theirs=root != ROOT)
                 except UsageError as error:
                     return str(error)
-        return first_difference(*records, TOLERANCE)
+        return first_difference(*records, TOLERANCE) or sends_less(*records)
 
     # ---- afterwards --------------------------------------------------------------------------------------------------
 

@@ -10,30 +10,34 @@ import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import re
 import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.errors import LOST_PEER, first_line
-from common.labs.closed import LAB, REFERENCE, Closed, close, guarded, refused
+from common.errors import first_line
+from common.labs import given as giving
+from common.labs import seen, written
+from common.labs.apart import apart, give_up_rights, leave_out
+from common.labs.closed import LAB, REFERENCE, STORE, close, codes_of, guarded, keep_only, only_for_others
 from common.labs.cut import helpers
-from common.labs.find import ROOT, all_labs, lab, names_of_modules
+from common.labs.failures import describe
+from common.labs.find import ROOT, all_labs, lab, module_of, names_of_modules, solutions
 from common.labs.forks import LINUX, state
-from common.labs.given import prepare
+from common.labs.given import texts_of
 from common.labs.seen import Notes, Watching, line_of
 from common.labs.written import Failure, read_failure, read_result, write_failure, write_result
 
@@ -62,26 +66,37 @@ class Outcome:
 
 def run_on_ranks(id: str, file: Path, cases: list[Case]) -> Outcome:
     """Let `lab(id).run(module, case, rank)` go through all cases, on ranks that have imported the student's `file`."""
+    with tempfile.TemporaryDirectory(prefix="labs-") as folder:
+        apart(lambda: _run(Path(folder), id, str(file), cases))
+        return _collect(Path(folder), cases)
+
+
+def _run(folder: Path, id: str, file: str, cases: list[Case]) -> None:
+    """Let ranks go through all cases, and wait for their end. What they find is in `folder`."""
     method = "forkserver" if sys.platform == "linux" else "spawn"
-    context = multiprocessing.get_context(method)
+    context, this = multiprocessing.get_context(method), lab(id)
     if method == "forkserver":
         # The second is imported by `y.backward(gradient)`: for seconds, and in every rank if it is not here already
         preload = ["common.labs.ranks", "torch.fx.experimental.symbolic_shapes", *names_of_modules()]
         context.set_forkserver_preload(preload)
-    with tempfile.TemporaryDirectory(prefix="labs-") as folder:
-        size = max(case.ranks for case in cases)
-        ranks = [context.Process(target=_rank, args=(rank, folder, id, str(file), cases)) for rank in range(size)]
-        try:
-            if method == "forkserver":
-                _start_fork_server()
-            for process in ranks:
-                process.start()
-            _wait_for(ranks, Path(folder), len(cases), id)
-        finally:
-            for process in (each for each in ranks if each.pid):  # after Ctrl-C, some may not have begun
-                process.kill()
-                process.join()
-        return _collect(Path(folder), cases)
+    given = helpers((ROOT / this.source).read_text(encoding="utf-8"), this.bodies)
+    known = id, module_of(id), frozenset(given), texts_of(this.source, this.hidden)
+    size = max(case.ranks for case in cases)
+    ranks = [context.Process(target=_rank, args=(rank, str(folder), file, cases, *known)) for rank in range(size)]
+    try:
+        if method == "forkserver":
+            _start_fork_server()
+            first = context.Process(target=os.getpid)
+            first.start()
+            first.join()  # by now, the server has imported what it has to
+            leave_out(solutions(this.source))
+        for process in ranks:
+            process.start()
+        _wait_for(ranks, folder, len(cases), id)
+    finally:
+        for process in (each for each in ranks if each.pid):  # after Ctrl-C, some may not have begun
+            process.kill()
+            process.join()
 
 
 def _start_fork_server() -> None:
@@ -150,56 +165,44 @@ def _collect(folder: Path, cases: list[Case]) -> Outcome:
             break
         if len(results) < len(paths):
             finished = {rank: notes for rank, (_, notes) in results.items()}
-            outcome.failure = f"With {case}: {_describe(found, finished)}"
+            outcome.failure = f"With {case}: {describe(found, finished)}"
             break
         outcome.results.append(list(results.values()))
     return outcome
 
 
-def _describe(found: dict[int, Failure], finished: dict[int, Notes]) -> str:
-    """The first cause of a failure in a sentence: no rank that has only lost its peer, and of a hang all ranks."""
-    if not found:
-        return "a rank died without a word (killed, out of memory, or os._exit)."
-    hangs = {rank: failure for rank, failure in found.items() if failure.kind == "hangs"}
-    causes = {rank: each for rank, each in found.items() if not (each.kind == "raised" and _lost(each.text))}
-    if hangs and len(causes) == len(hangs):
-        where = [f"rank {rank} {failure.text}" for rank, failure in sorted(hangs.items())]
-        where += [_ended(rank, notes, where) for rank, notes in finished.items() if rank not in hangs]
-        return "it does not end. " + "; ".join(where) + "."
-    rank, cause = min((causes or found).items(), key=lambda item: (item[1].kind == "hangs", item[1].when))
-    return cause.text if cause.kind in ("unwritten", "reads the reference") else f"rank {rank} {cause.text}"
-
-
-def _ended(rank: int, notes: Notes, where: list[str]) -> str:
-    """Of a rank that has come to its end while others wait, as `where` says of each of them."""
-    ended = f"rank {rank} has come to its end"
-    if notes.unwaited:
-        return f"{ended}; but never waited for its {notes.unwaited[0]}, line {notes.unwaited[0].line}"
-    for kind, does in (("send", "to"), "receives"), (("receive", "from"), "sends"):
-        if any(re.search(rf"^rank \d+ waits .*{kind[0]} of \S+ bytes {kind[1]} rank {rank}\b", each) for each in where):
-            return f"{ended} and never {does} it"
-    return ended
-
-
-def _lost(text: str) -> bool:
-    return re.search(LOST_PEER, text) is not None
-
-
 # ---- what follows runs in the ranks ----------------------------------------------------------------------------------
 
 
-def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None:
-    """One rank: all cases that it takes part in."""
+def _rank(
+    rank: int, folder: str, file: str, cases: list[Case], id: str, module: str, given: Collection[str], texts: dict
+) -> None:
+    """One rank: all cases that it takes part in.
+
+    Args:
+        id, module: the lab, and which module brings it. given: names of the starter's functions.
+        texts: those that it gives out of sight.
+    """
+    give_up_rights()
+    multiprocessing.current_process()._args = ()  # these
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    watching, given, main = [], (), threading.main_thread().ident
+    watching, main = [], threading.main_thread().ident
     threading.Thread(target=_watch, args=(watching, main, Path(folder), rank), daemon=True).start()
+    leave, write, failed = os._exit, _write, Path(folder, f"failure.{rank}")  # which a file may replace
+
+    def end(why: str) -> NoReturn:
+        write(failed, write_failure(Failure("reads the reference", why, time.monotonic())))
+        leave(1)
+
     try:
-        this = lab(id)
-        given = helpers((ROOT / this.source).read_text(encoding="utf-8"), this.bodies)
-        _close_the_book(this, file)
+        this = next(each for each in importlib.import_module(module).LABS if each.id == id)
+        run, given_by_us = this.run, giving.prepared(this.source, texts)
+        del texts
+        _close_the_book(this, file, given_by_us, end, folder)
+        del this
         watching.append(Watching(file, given))
-        module = _load(file)
+        student = _load(file)
         for number, case in enumerate(cases):
             if rank >= case.ranks:
                 continue
@@ -207,19 +210,17 @@ def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None
             dist.init_process_group("gloo", rank=rank, timeout=timedelta(seconds=2 * LIMIT), **world)
             watching.append(Watching(file, given))
             with watching[-1] as notes:
-                values = this.run(module, case, rank)
-            if refused:  # and the file has caught the error
-                raise Closed(refused[0])
-            _write(Path(folder, f"{number}.{rank}"), write_result(values, notes))
+                values = run(student, case, rank)
+            write(Path(folder, f"{number}.{rank}"), write_result(values, notes))
             while not all(Path(folder, f"{number}.{each}").exists() for each in range(case.ranks)):
                 time.sleep(0.002)  # so that no rank sees a connection closed
             dist.destroy_process_group()
     except BaseException as error:  # SystemExit too
-        if not Path(folder, f"failure.{rank}").exists():  # what comes after a hang is its end
-            _write(Path(folder, f"failure.{rank}"), write_failure(_failure(error, file, given)))
-        os._exit(1)
+        if not failed.exists():  # what comes after a hang is its end
+            write(failed, write_failure(_failure(error, file, given)))
+        leave(1)
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may still be releasing tensors
+    leave(0)  # gloo's threads may still be releasing tensors
 
 
 def _load(file: str):
@@ -229,32 +230,40 @@ def _load(file: str):
     return module
 
 
-def _close_the_book(this, file: str) -> None:
-    """Prepare what the lab gives, and refuse to the student's file what solves or grades it."""
-    prepare(this.source, this.hidden)
+def _close_the_book(this, file: str, prepared: Callable, end: Callable[[str], NoReturn], folder: str) -> None:
+    """Give what the lab gives, and take from this process what solves or grades it, and what else it need not hold.
+
+    The process keeps what the lab's `run` uses, and what takes notes.
+    """
     all_labs.cache_clear()
-    torch.from_file = torch.UntypedStorage.from_file = guarded("maps a file into memory")
-    modules = [name for name in sys.modules if name.split(".")[1:2] == ["labs"] and name.startswith("step")]
-    close(ROOT, ROOT / this.source, file, tuple(modules))
+    modules = [name for name in sys.modules if name.split(".")[1:2] == ["labs"]]
+    modules = [name for name in modules if name not in ("common.labs", giving.__name__)]
+    ours = codes_of(sys.modules[__name__], seen, written)
+    refuse = close(ROOT, ROOT / this.source, file, end, modules, ours, folder)
+    giving.given = prepared(refuse)
+    torch.from_file = torch.UntypedStorage.from_file = guarded("maps a file into memory", refuse)
+    for name, call in list(vars(dist.Store).items()):
+        if not name.startswith("_") and callable(call):
+            setattr(dist.Store, name, only_for_others(getattr(dist.Store, name), STORE, refuse, file))
+    keep_only(this.run)
 
 
 def _failure(error: BaseException, file: str, given: Collection[str]) -> Failure:
     now = time.monotonic()
-    if refused or isinstance(error, Closed):
-        return Failure("reads the reference", refused[0], now)
     if isinstance(error, ImportError) and "None in sys.modules" in str(error):
         return Failure("reads the reference", LAB if ".labs" in str(error) else REFERENCE, now)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    walked = traceback.walk_tb(error.__traceback__)  # opens no file, as `extract_tb` does
+    frames = [(at.f_code.co_name, line) for at, line in walked if at.f_code.co_filename == file]
     if isinstance(error, NotImplementedError) and frames:
-        return Failure("unwritten", f"`{frames[-1].name}` is not written yet (line {frames[-1].lineno}).", now)
+        return Failure("unwritten", "`{}` is not written yet (line {}).".format(*frames[-1]), now)
     if isinstance(error, SyntaxError) and error.filename == file:
         return Failure("unwritten", f"line {error.lineno} is no Python: {error.msg}.", now)
     where = ""
     if frames:
-        inside = frames[-1].name
-        frame = next((each for each in reversed(frames) if each.name not in given), frames[-1])
-        within = "" if frame.name == inside else f"`{inside}`, which was called in "
-        where = f" in {within}{_quoted(file, frame.lineno)}"
+        inside = frames[-1][0]
+        name, line = next((each for each in reversed(frames) if each[0] not in given), frames[-1])
+        within = "" if name == inside else f"`{inside}`, which was called in "
+        where = f" in {within}{_quoted(file, line)}"
     return Failure("raised", f"raised {type(error).__name__}{where}: {first_line(error)}", now)
 
 
@@ -285,5 +294,7 @@ def _quoted(file: str, line: int) -> str:
 def _write(path: Path, content: bytes) -> None:
     """All at once, for those who look whether it is there."""
     part = path.with_suffix(path.suffix + ".part")
-    part.write_bytes(content)
-    part.rename(path)
+    number = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # no function between: see `close`
+    os.write(number, content)
+    os.close(number)
+    os.rename(part, path)

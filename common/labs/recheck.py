@@ -18,20 +18,27 @@ from pathlib import Path
 
 import common.entry  # noqa: F401
 from common.errors import UsageError
-from common.labs import find
+from common.labs import apart, find
+from common.labs.checkout import changes
 from common.labs.confined import confine
 from common.labs.design import BOARD
+from common.labs.find import ROOT
 from common.launching.process_tree import adopt_orphans, end_descendants, marked, new_mark
 
 
 def main() -> None:
     """Read a job from stdin, and print a line for each of its labs."""
     job = json.load(sys.stdin)
+    apart.end_with_parent(job["parent"])
+    apart.keep_to_itself()
     adopt_orphans()
     for lab in job["labs"]:
         found = check_confined(job, lab)
         end_descendants()  # a daemon of one lab does not live to see the next
-        print(job["word"], json.dumps({"id": lab["id"]} | found), flush=True)
+        changed = changes(ROOT, job["digests"])
+        print(job["word"], json.dumps({"id": lab["id"], "changed": changed} | found), flush=True)
+        if changed:
+            return
 
 
 def check_confined(job: dict, lab: dict) -> dict:
@@ -43,8 +50,9 @@ def check_confined(job: dict, lab: dict) -> dict:
     """
     mark, begun = new_mark(), time.monotonic()
     reading, writing = os.pipe()
-    number = os.fork()
+    parent, number = os.getpid(), os.fork()
     if number == 0:
+        apart.end_with_parent(parent)
         os.close(reading)
         os.environ[mark[0]] = mark[1]
         _be_check(job, lab, writing)
@@ -84,7 +92,9 @@ def _be_check(job: dict, lab: dict, writing: int) -> None:
         (scratch / "tmp").mkdir(parents=True)
         os.environ["TMPDIR"] = str(scratch / "tmp")
         _silence(scratch / "printed")
-        result["network"] = confine(scratch, job["seconds"], job["memory"])
+        result["network"] = (
+            f"{confine(scratch, job['seconds'], job['memory'])}, {apart.OWN if apart.begin() else apart.SHARED}"
+        )
         folder = scratch / lab["id"]
         folder.mkdir()
         found = find.lab(lab["id"])

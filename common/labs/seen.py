@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from common.costs.vocabulary import sent
+from common.labs.closed import generated
 
 NAMES = {  # the beginning of an operator's name in torch.ops.c10d, or in _c10d_functional -> what everybody calls it
     "allreduce": "all_reduce",
@@ -213,15 +214,20 @@ def _watching() -> list[Watching]:
 
 
 def line_of(file: str, frame, helpers: Collection[str] = ()) -> int:
-    """The innermost line of `file` on the stack of `frame`, if possible in no helper; 0 if there is none."""
-    innermost = 0
+    """The innermost line of `file` on the stack of `frame`, if possible in no helper; 0 if there is none.
+
+    Code that was made from text while the file ran is the file's, too, with the line of that text.
+    """
+    innermost = made = 0
     while frame is not None:
         if frame.f_code.co_filename == file:
             if frame.f_code.co_name not in helpers:
                 return frame.f_lineno
             innermost = innermost or frame.f_lineno
+        elif generated(frame.f_code.co_filename) and frame.f_back:  # at the bottom is what started this process
+            made = made or frame.f_lineno
         frame = frame.f_back
-    return innermost
+    return innermost or made
 
 
 def _tensors(tree) -> list[torch.Tensor]:

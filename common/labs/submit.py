@@ -168,6 +168,11 @@ def _unpack(path: Path) -> tuple[dict[str, bytes], list[str]]:
     return raw, left_out
 
 
+def printable(text: str) -> str:
+    """Without characters that a terminal takes for commands, or that turn a line around."""
+    return "".join(each for each in text if each.isprintable())
+
+
 def _about(content: bytes) -> dict:
     """The fields of submission.json that have the right type. Raises Unreadable if it names no student."""
     try:
@@ -178,7 +183,7 @@ def _about(content: bytes) -> dict:
         result = {"student": student, "labs": {}}
         for name in ("name", "commit", "made"):
             value = found.get(name)
-            result[name] = " ".join(value.split())[:80] if isinstance(value, str) else ""
+            result[name] = printable(" ".join(value.split()))[:80] if isinstance(value, str) else ""
         for id, each in labs.items() if isinstance(labs, dict) else ():
             if id in find.all_labs() and isinstance(each, dict):
                 result["labs"][id] = _about_lab(each, student)

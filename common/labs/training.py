@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import NamedTuple
 
 from common.compare import TINY, Record, compare, read_run
 from common.errors import UsageError
+from common.labs.apart import apart, give_up_rights, leave_out
+from common.labs.find import solutions
 from common.launching.system import FORK, require
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 24 --data synthetic --device cpu "
 SMALL += "--global-batch 12 --micro-batch 3 --dtype float64 --steps 3 --seed 3 --optimizer sgd --lr 0.1 --clip 0"
+LEAST = 0.5  # of the bytes that our code sends, in a repair
 SECONDS = 20  # that a training of a lab may take
 FORKS = Path(__file__).with_name("forks.py")
 
@@ -31,11 +35,14 @@ class Launch(NamedTuple):
         return " ".join([launcher, self.script, *base.split(), *self.flags.split(), f"--run-dir {run_dir}"])
 
 
-def train(trainings: list[tuple[Launch, Path]], folder: Path, base: str = "", seconds: float = SECONDS) -> list[Record]:
+def train(
+    trainings: list[tuple[Launch, Path]], folder: Path, base: str = "", seconds: float = SECONDS, theirs: bool = False
+) -> list[Record]:
     """Run each training with the code under its root, one after the other, and return their records.
 
     Args:
         folder: for what they write. base: flags of all of them. seconds: that each may take.
+        theirs: it is a student's code, which runs apart while it is graded, and without the project.
 
     Raises UsageError, with the line that says why, for the first that fails or does not end.
     """
@@ -47,22 +54,34 @@ def train(trainings: list[tuple[Launch, Path]], folder: Path, base: str = "", se
         jobs.append(job | {"out": f"{run_dir}.out", "seconds": seconds})
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs), encoding="utf-8")
-    run_jobs(path)
+    run_jobs(path, theirs)
     for job, (training, _) in zip(jobs, trainings):
+        if not Path(job["out"]).exists():
+            raise UsageError(f"{training.script} {training.flags} ended all that ran with it")
         ranks = json.loads(Path(job["out"]).read_text(encoding="utf-8"))
         if any(rank["status"] for rank in ranks):
             raise UsageError(f"{training.script} {training.flags} {_reason(ranks, seconds)}")
     return [read_run(folder / str(number)) for number in range(len(jobs))]
 
 
-def run_jobs(path: Path) -> None:
-    """Let `forks.py` run what this file lists. Raises UsageError on Windows."""
+def run_jobs(path: Path, theirs: bool = False) -> None:
+    """Let `forks.py` run what this file lists; see `train`. Raises UsageError on Windows."""
     require("a lab that trains", FORK)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     if guard := environment.get("LABS_GUARD"):  # of `confined`, while submissions are graded
         environment["PYTHONPATH"] = guard
-    subprocess.run([sys.executable, FORKS, path], env=environment, stdin=subprocess.DEVNULL, check=True)
+    if not theirs:
+        subprocess.run([sys.executable, FORKS, path], env=environment, stdin=subprocess.DEVNULL, check=True)
+        return
+    script = shutil.copy(FORKS, path.parent)
+
+    def work() -> None:
+        leave_out(solutions())
+        give_up_rights()
+        subprocess.run([sys.executable, script, path], env=environment, stdin=subprocess.DEVNULL, check=True)
+
+    apart(work)
 
 
 def _reason(ranks: list[dict], seconds: float) -> str:
@@ -101,4 +120,14 @@ def first_difference(expected: Record, found: Record, tolerance: float) -> str |
                 ratio = ours / (theirs or TINY)
                 size = f"{ratio:.4g} times as large" if abs(ratio - 1) > 0.01 else f"off by {abs(ratio - 1):.1e}"
                 return f"{key} of step {step} is {ours:.9g} instead of {theirs:.9g} ({size})"
+    return None
+
+
+def sends_less(expected: Record, found: Record) -> str | None:
+    """Whether a rank sends much less than ours, in words: then it trains alone what others were to help with."""
+    ours, theirs = (
+        sum(sum(step.get("comm_bytes", {}).values()) for step in each.records.values()) for each in (expected, found)
+    )
+    if theirs < LEAST * ours:
+        return f"a rank sends {theirs:,.0f} bytes, where {ours:,.0f} are needed for every rank to take part"
     return None

@@ -17,9 +17,11 @@ def test_a_board(tmp_path, capsys):
         text = "\n".join(map(json.dumps, rows)) + '\n{"lab": 3}\nnonsense\n'
         (home / "scores.jsonl").write_text(text)
         board.publish(State(home, student=number, name="Ada" if number == 2 else "", board=str(room)))
+    (room / "scores-8.jsonl").write_text(json.dumps(row | {"speed": 1e308}) + "\n")
     (room / "scores-9.jsonl").write_text('{"lab": "x", "variant": 0, "student": 1, "layout": "", "speed": NaN}\n[]\n')
     assert command.main(["board", str(room), "--home", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    printed, warned = capsys.readouterr()
+    assert warned.count("is left out: no machine has that\n") == 2 and "1e+308 tokens/s is left out" in warned
     assert "1.          300 tokens/s  Ada: dp 4\n  2.          200 tokens/s  student 3" in printed
     assert (room / "board.png").exists()
     assert command.main(["board", str(tmp_path / "none"), "--home", str(tmp_path)]) == 2

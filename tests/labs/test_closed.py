@@ -11,7 +11,7 @@ SOURCE = ROOT / LAB.source
 MODULE = LAB.source.removesuffix(".py").replace("/", ".")
 PACKAGE = MODULE.rpartition(".")[0]
 BODY = '    return [expand_pattern((m, "F"), (m, "B"), micro_batches=m) for _ in range(p)]\n'
-REFERENCE, GRADER, PROCESS = closed.REFERENCE, closed.LAB, "your file starts a process"
+REFERENCE, GRADER, NAMES, PROCESS = closed.REFERENCE, closed.LAB, closed.NAMES, "your file starts a process"
 WAYS = {  # to get at the reference, in the place of a body
     "open": (f"exec(open('{SOURCE}').read())", REFERENCE),
     "open by a folder": (f"import os; os.open('{SOURCE.name}', 0, dir_fd=os.open('{SOURCE.parent}', 0))", REFERENCE),
@@ -67,6 +67,22 @@ WAYS = {  # to get at the reference, in the place of a body
     "frames by a generator": ("g = (0 for _ in ()); g.gi_frame", "looks at the frames"),
     "frames of a thread": ("import sys; sys._current_frames()", "looks at the frames"),
     "frames by tracing": ("import sys; sys.settrace(print)", "looks at the frames"),
+    "code of another name": (
+        "f = all_forward_all_backward; f.__code__ = f.__code__.replace(co_filename='x')",
+        "another file",
+    ),
+    "code from an old one": ("(lambda: 0).__code__.replace(co_name='x')", "another file"),
+    "compiled as another file": (f"exec(compile('import sys; sys._getframe(1)', '{closed.__file__}', 'exec'))", NAMES),
+    "code made from text": ("exec('import sys; sys._getframe(2).f_locals')", "looks at the frames"),
+    "what refuses": ("import sys; sys.modules['common.labs.closed'].refuse = print", GRADER),
+    "what is recorded": ("from common.labs import ranks; ranks.write_result = print", GRADER),
+    "what others write": (
+        "import glob, tempfile; open(glob.glob(f'{tempfile.gettempdir()}/labs-*/world.0')[0])",
+        "|".join((closed.RESULTS, "index out of range")),  # under a TMPDIR of its own
+    ),
+    "the store": ("import torch.distributed as d; d.distributed_c10d._get_default_store().get('x')", closed.STORE),
+    "a socket": ("import socket; socket.create_connection(('127.0.0.1', 9))", "calls socket.connect"),
+    "memory": ("open('/proc/self/mem', 'rb')", closed.OTHERS),
     "a thread": (
         f"import pathlib, threading; t = threading.Thread(target=pathlib.Path('{SOURCE}').read_text); t.start(); "
         "t.join()",
@@ -79,7 +95,7 @@ WAYS = {  # to get at the reference, in the place of a body
     ),
 }
 
-QUICK = "open", "another module", "subprocess", "frames by a traceback", "a thread"
+QUICK = "open", "another module", "subprocess", "frames by a traceback", "code of another name", "what is recorded"
 
 
 @pytest.mark.parametrize("way", WAYS if ALL else QUICK)
@@ -100,6 +116,18 @@ def test_given_gives_what_its_lab_gives(tmp_path):
     line = next(line for line in text.splitlines() if line.startswith("@given("))
     file.write_text(text.replace("def backward(", f"{line}\ndef backward("))
     assert lab.check(tmp_path, 1).feedback[0].endswith(closed.REFERENCE)
+
+
+def test_code_made_from_text_is_noted(tmp_path):
+    """A file that hands its function to `exec` has its communication counted all the same."""
+    lab, source = all_labs()["write-03-a"], (ROOT / "step03_zero/sketch.py").read_text()
+    lab.start(tmp_path, 1)
+    body = source.partition("def train_step")[2].partition("\ndef train(")[0]
+    code = "def train_step" + body.replace("    error =", "    dist.all_reduce(torch.ones(10_000))\n    error =", 1)
+    file = tmp_path / "sketch.py"
+    file.write_text(f"{file.read_text().partition('def train_step')[0]}\nexec({code!r})\n")
+    found = lab.check(tmp_path, 1)
+    assert found.score == 0.75 and "bytes" in str(found.feedback), found.feedback
 
 
 ALLOWED = [

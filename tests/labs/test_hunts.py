@@ -19,7 +19,7 @@ from common.labs import forks, training
 from common.labs.copies import edited, read, shown
 from common.labs.find import ROOT
 from common.labs.hunt import TOLERANCE, Bug, Hunt
-from common.labs.training import SMALL, Launch, first_difference, train
+from common.labs.training import SMALL, Launch, first_difference, sends_less, train
 from common.launching.process_tree import marked, new_mark
 from step01_single_gpu.labs import hunt_means
 from step02_data_parallel.labs import hunt_samples
@@ -43,7 +43,9 @@ names = [f"{lab.id}-{student}" for lab, student in VARIANTS]
 def forked_from_the_harness(monkeypatch):
     """The harness has imported torch already. Without it, each call of `train` imports it once more."""
     if not os.environ.get("TEST_ALL"):
-        monkeypatch.setattr(training, "run_jobs", lambda path: run_ranks(1, forks.main, str(path), timeout=300))
+        monkeypatch.setattr(
+            training, "run_jobs", lambda path, theirs=False: run_ranks(1, forks.main, str(path), timeout=300)
+        )
 
 
 slow = pytest.mark.skipif(not os.environ.get("TEST_ALL"), reason="TEST_ALL")
@@ -196,6 +198,14 @@ def test_files_that_are_gone(tmp_path):
     (tmp_path / "answer.toml").write_text("file: step02\n")
     with pytest.raises(UsageError, match="line 1: .* is not of the form"):
         lab.check(tmp_path, 0)
+
+
+def test_a_repair_that_trains_alone_is_none():
+    """Rank 0 by itself has the right losses, and sends nothing."""
+    right, alone = ({0: {"comm_bytes": each}} for each in ({"dp": 1000, "pp": 10}, {}))
+    right, alone = (SimpleNamespace(records=each) for each in (right, alone))
+    assert sends_less(right, alone) == "a rank sends 0 bytes, where 1,010 are needed for every rank to take part"
+    assert not sends_less(right, right) and not sends_less(alone, alone) and not sends_less(alone, right)
 
 
 HANGS = """

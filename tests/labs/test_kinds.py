@@ -32,7 +32,9 @@ measured = [
 
 @pytest.mark.parametrize("id", measured)
 def test_what_is_predicted_is_measured(id, monkeypatch):
-    monkeypatch.setattr(training, "run_jobs", lambda path: run_ranks(1, forks.main, str(path), timeout=300))
+    monkeypatch.setattr(
+        training, "run_jobs", lambda path, theirs=False: run_ranks(1, forks.main, str(path), timeout=300)
+    )
     for student in range(6 if os.environ.get("TEST_ALL") else 1):
         asked = PREDICT[id].experiment(student)
         for question, value in zip(asked.questions, PREDICT[id].measured(asked), strict=True):

@@ -1,0 +1,125 @@
+"""Where a submission's processes run: among themselves, without rights over others, and without what solves the labs.
+
+On Linux, `apart` does its work in a namespace of processes with a /proc of its own: nothing that runs there can see the
+one that judges it, or end it, and all of it ends with the work. There, `leave_out` puts nothing in the place of files,
+and `give_up_rights` takes from root what makes it more than another user. Where the system does not allow that, and
+where no submission is graded, the work is done all the same. What it finds comes back in files, which is not trusted.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+NEW_MOUNTS, NEW_PROCESSES = 0x00020000, 0x20000000  # CLONE_NEWNS, CLONE_NEWPID of <sched.h>
+BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000  # MS_BIND, MS_REC, MS_PRIVATE of <sys/mount.h>
+END_WITH_PARENT, DUMPABLE, NO_NEW_RIGHTS = 1, 4, 38  # of <sys/prctl.h>
+CAPABILITIES = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
+FILES = 1 << 16  # that a process may have open, and more than it has
+NOT_ALLOWED = 77  # exit status: the system knows no such namespace, or does not give it to us
+OWN, SHARED = "processes among themselves", "processes that see those of others"
+
+_confined = _inside = False  # whether a submission is checked in this process, and whether it runs in this one
+
+
+def begin() -> bool:
+    """From now on, `apart` is. Returns whether the system gives us namespaces of processes."""
+    global _confined
+    _confined = sys.platform == "linux"
+    keep_to_itself()
+    return _confined and _wait(_fork(lambda: _alone(lambda: None))) == 0
+
+
+def keep_to_itself() -> None:
+    """Let no process of the same user look into this one, except root with its rights."""
+    if sys.platform == "linux":
+        _library().prctl(DUMPABLE, 0, 0, 0, 0)
+
+
+def end_with_parent(parent: int) -> None:
+    """Let this process end when the one that has started it ends, however that comes about."""
+    if sys.platform == "linux":
+        _library().prctl(END_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() not in (parent, 0):  # it has ended already; 0: it is in another namespace
+            os._exit(1)
+
+
+def apart(work: Callable[[], None]) -> None:
+    """Do what starts a student's file. While a submission is checked, that is in a process of its own.
+
+    It has none of this process's files, so `work` leaves what it finds in files.
+    """
+    if not _confined:
+        work()
+    elif _wait(_fork(lambda: _alone(work))) == NOT_ALLOWED:
+        _wait(_fork(lambda: _do(work)))
+
+
+def leave_out(paths: Iterable[Path]) -> None:
+    """Put nothing in the place of these files and folders, for all processes apart. They must have been read before."""
+    if _inside:
+        for path in paths:
+            if path.is_dir():
+                _library().mount(b"none", os.fsencode(path), b"tmpfs", 0, b"size=4k")
+            elif path.exists():
+                _library().mount(b"/dev/null", os.fsencode(path), None, BIND, None)
+
+
+def give_up_rights() -> None:
+    """Keep no more rights than any user has, if this process is apart, nor get them back by a program."""
+    if not _confined:
+        return
+    library = _library()
+    library.prctl(NO_NEW_RIGHTS, 1, 0, 0, 0)
+    library.capset((ctypes.c_uint32 * 2)(CAPABILITIES, 0), (ctypes.c_uint32 * 6)())
+
+
+def _alone(work: Callable[[], None]) -> int:
+    """Do it as the first process of a namespace: when that ends, so does all that it has started."""
+    if _library().unshare(NEW_MOUNTS | NEW_PROCESSES):
+        return NOT_ALLOWED
+    return _wait(_fork(lambda: _first(work)))
+
+
+def _first(work: Callable[[], None]) -> int:
+    global _inside
+    library = _library()
+    library.mount(b"none", b"/", None, RECURSIVE | PRIVATE, None)
+    if library.mount(b"proc", b"/proc", b"proc", 0, None):
+        return NOT_ALLOWED  # some containers hide a part of it
+    _inside = True
+    return _do(work)
+
+
+def _do(work: Callable[[], None]) -> int:
+    work()
+    return 0
+
+
+def _fork(work: Callable[[], int]) -> int:
+    """Let a process of its own do it, which has no open files but the usual three. Returns its number."""
+    parent, number = os.getpid(), os.fork()
+    if number:
+        return number
+    status = 1
+    try:
+        end_with_parent(parent)
+        keep_to_itself()
+        os.closerange(3, FILES)
+        status = work()
+    except BaseException:
+        with contextlib.suppress(BaseException):
+            sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+def _wait(number: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
