@@ -84,5 +84,5 @@ def print_evidence(profiles: tuple[Profile, ...], model: ModelConfig, layout: La
     for run in of_the_same_size(model, layout.copies * layout.tp * layout.pp, machine.name)[:3]:
         theirs, predicted = run.layout, run.mfu * run.ratio(DESCRIBED[run.profile])
         where = f"{theirs.copies * theirs.tp * theirs.pp:,} {run.gpu}{f', {run.year}' if run.year else ''}"
-        reached = f"{run.mfu:.0%} MFU published, {predicted:.0%} predicted"
+        reached = f"{run.mfu:.0%} MFU published, {predicted:.0%} by a profile fitted to it, too"
         print(f"  a model of this size: {run.system} ({where}), {named(theirs)}: {reached}")
