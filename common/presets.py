@@ -105,7 +105,11 @@ def _expressed(theirs, what: str) -> ModelConfig:
     expressible |= {"sliding_window": (None,), "tie_word_embeddings": (True, False)}  # not every version looks
     for key, values in expressible.items():
         if getattr(theirs, key, None) not in values:
-            raise UsageError(f"{what} has {key} {getattr(theirs, key, None)}, which this decoder does not have")
+            words = (
+                "; a plan can do with a config.json of its sizes that says llama, without what is its own, as QK norm"
+            )
+            hint = words if key == "model_type" else ""
+            raise UsageError(f"{what} has {key} {getattr(theirs, key, None)}, which this decoder does not have{hint}")
     values = {ours: getattr(theirs, key, None) for ours, key in HUGGINGFACE_NAMES.items()}
     rope = theirs.rope_parameters
     kind, whole = ROPE_SCALINGS.get(rope["rope_type"]), rope.get("partial_rotary_factor", 1) == 1

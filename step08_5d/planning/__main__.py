@@ -46,12 +46,13 @@ def main(argv: list[str] | None = None) -> None:
         command.add_flags(parsers.add_parser(name, allow_abbrev=False, epilog=more, help=words, description=words))
     options, options.rest = parser.parse_known_args(argv)
     command = COMMANDS[options.command]
-    if options.rest and not command.takes_more:
-        parser.error(f"unknown: {' '.join(options.rest)}{command.hint}")
     flags_of = {name: re.findall(r"--[\w-]+", each.format_usage()) for name, each in parsers.choices.items()}
     for flag in (word for word in options.rest if word not in OF_STEP_8):
         if takers := [name for name, flags in flags_of.items() if flag in flags]:
             parser.error(f"{flag} is not a flag of {options.command}, but of {', '.join(takers)}")
+    if options.rest and not command.takes_more:
+        hint = command.hint if OF_STEP_8 & {word.split("=")[0] for word in options.rest} else ""
+        parser.error(f"unknown: {' '.join(options.rest)}{hint}")
     command.run(options)
 
 

@@ -26,6 +26,8 @@ class Command(NamedTuple):
 # ---- types of flags --------------------------------------------------------------------------------------------------
 
 DEFAULTS = "--dtype bfloat16 --micro-batch 1"  # of commands that take flags of step 8, whose own are for a laptop
+SEQUENCES = 256  # of a batch, where nothing is said
+SLIP = 8  # so many times what a data sheet says is a slip: bits for bytes, or bytes for gigabytes
 MOST_TOKENS = 2**30  # of a batch or a sequence: fifty times those of the largest published runs
 MOST = 2**20  # GPUs, sequences and the like: more are a slip, and could take all memory
 
@@ -105,6 +107,11 @@ def machine_of(options: Namespace) -> Machine:
     of_node = machine.for_gpus(getattr(options, "gpus", machine.gpus)).gpus
     given = {"memory": options.memory, "near": options.within, "far": bus / of_node if bus else options.between}
     given = {name: 1e9 * value for name, value in given.items() if value}
+    flags = {"memory": "--memory", "near": "--within", "far": "--bus-bandwidth" if bus else "--between"}
+    for name, value in given.items():
+        if (ratio := value / getattr(machine, name)) >= SLIP:
+            unit = "GB" if name == "memory" else "GB/s (8 Gbit/s are 1)"
+            raise UsageError(f"{flags[name]} is {ratio:,.0f} times what the data sheet says; it is in {unit}")
     return machine._replace(**given, measured=bool(bus), float8=options.float8)
 
 
@@ -134,8 +141,18 @@ def profiles_of(options: Namespace, otherwise: tuple[Profile, ...] = tuple(PROFI
 
 def add_cluster(parser: ArgumentParser) -> None:
     add_gpu(parser)
-    parser.add_argument("--gpus", type=count, required=True)
-    parser.add_argument("--tokens-per-batch", type=tokens, default=2**20, help="such as 8M, which is 8 x 1,024 x 1,024")
+    parser.add_argument("--gpus", type=count, required=True, help="of all nodes together")
+    parser.add_argument("--nodes", type=_gpus_instead, help=argparse.SUPPRESS)
+    add_tokens(parser, 2**20)
+
+
+def _gpus_instead(nodes: str) -> None:
+    raise argparse.ArgumentTypeError("say --gpus, which are those of all nodes together")
+
+
+def add_tokens(parser, default: int | None = None) -> None:
+    words = "such as 8M, which is 8 x 1,024 x 1,024"
+    parser.add_argument("--tokens-per-batch", type=tokens, default=default, help=words)
 
 
 def add_degrees(parser: ArgumentParser) -> None:
@@ -144,7 +161,7 @@ def add_degrees(parser: ArgumentParser) -> None:
 
 
 def add_global_batch(parser: ArgumentParser) -> None:
-    parser.add_argument("--global-batch", type=count, default=256, help="sequences of a step")
+    parser.add_argument("--global-batch", type=count, default=SEQUENCES, help="sequences of a step")
 
 
 def words_of(options: Namespace) -> list[str]:

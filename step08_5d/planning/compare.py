@@ -17,8 +17,19 @@ from common.process_groups import DIMENSION_OF
 from step05_pipeline.cost import BUBBLES
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.command_line import Command, add_global_batch, add_gpu, add_model, ends_of, machine_of, words_of
-from step08_5d.planning.explain import WAITS, Range, span_of, waits
+from step08_5d.planning.command_line import (
+    SEQUENCES,
+    Command,
+    add_gpu,
+    add_model,
+    add_tokens,
+    count,
+    ends_of,
+    machine_of,
+    sequences_of,
+    words_of,
+)
+from step08_5d.planning.explain import WAITS, Range, print_copies, span_of, waits
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.memory.report import SCHEDULES, configuration
 from step08_5d.planning.search import MOST_FULL, named
@@ -26,14 +37,16 @@ from step08_5d.planning.time.profiles import widest_gradient
 
 SENT = ("tp", "cp", "ep", "pp", "dp")
 ALSO = ("order", "seq_len", "global_batch", *flag_names("model"))  # what a layout may have otherwise than the title
-HINT = '; put each layout in quotes, as in compare --model llama3-8b "--dp 4 --tp 2" "--dp 8"'
+HINT = '; put each layout in quotes, with all flags of step 8, as in compare --model llama3-8b "--dp 4 --tp 2" "--dp 8"'
 
 
 def add_flags(parser: ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("layouts", nargs="+", help='flags of step 8 in quotes, such as "--dp 4 --tp 2 --zero 1"')
     add_gpu(parser)
-    add_global_batch(parser)
+    batch = parser.add_mutually_exclusive_group()
+    batch.add_argument("--global-batch", type=count, help=f"sequences of a step (default: {SEQUENCES})")
+    add_tokens(batch)
 
 
 def show(options: Namespace) -> None:
@@ -41,7 +54,9 @@ def show(options: Namespace) -> None:
 
     Raises UsageError, after the table, for layouts that it cannot have.
     """
-    machine, ends, rows, refused = machine_of(options), ends_of(options), [], []
+    machine, ends, rows, refused, layouts = machine_of(options), ends_of(options), [], [], []
+    asked = options.global_batch or (sequences_of(options) if options.tokens_per_batch else None)
+    options.global_batch = asked or SEQUENCES
     words, room = [*words_of(options), "--order", machine.order], MOST_FULL * machine.memory
     for text in options.layouts:
         try:
@@ -51,6 +66,7 @@ def show(options: Namespace) -> None:
             refused.append(f'"{text}": {error}')
             continue
         model, layout, gradient = config.model_config, Layout.of(config), widest_gradient(ends)
+        layouts.append(layout)
         found = Range.of(model, layout, machine._replace(order=config.order), ends)
         sent = Counter()
         for each in cost.messages(model, layout, ends=False, gradient=gradient):
@@ -66,6 +82,9 @@ def show(options: Namespace) -> None:
         header = ("layout", "GPUs", "MFU", "s", "GB held", f"sent: {SENT[0]}", *SENT[1:], *waits(ends))
         print_table(f"predicted, {span_of(ends)}: {title}", header, rows)
         print(f"  sent: GB of a rank in a step, in a stage in the middle\n  {WAITS}")
+        print_copies(layouts)
+        if not asked and not all("--global-batch" in text for text in options.layouts):
+            print(f"  {SEQUENCES} sequences a step, as neither --global-batch nor --tokens-per-batch says otherwise")
         if any(" *" in row[4] for row in rows):
             print(f"  * does not fit: of {machine.memory / 1e9:.0f} GB, {room / 1e9:.0f} may be filled")
         if len({row[1] for row in rows}) > 1:

@@ -15,7 +15,7 @@ from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.changes import print_changes
 from step08_5d.planning.published.evidence import print_evidence
-from step08_5d.planning.search import EQUAL, MOST_FULL, Candidate, Task, command, named
+from step08_5d.planning.search import CHOICES, EQUAL, MOST_FULL, Candidate, Task, command, firsts, named
 from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.machines import Machine
 from step08_5d.planning.time.profiles import Profile
@@ -24,7 +24,6 @@ from step08_5d.planning.time.speed import AGAIN, Times, mfu, times
 NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "gradients and weights"}
 NAMES |= {"cp": "keys and values", "ep": "tokens to experts", "bubble": "the bubble"}
 NAMES |= {"launch": "a layer's least time", "update": "the update", "compute": "computing"}
-CHOICES = ("tp", "pp", "stages", "cp", "ep", "zero", "zero_replicas", "micro_batch", "recompute")
 WORKING = ": what a layer at work and the loss need for a moment"
 AS_FIRST = {"none": "without recomputation", "selective": "with selective recomputation"}
 AS_FIRST |= {"full": "with full recomputation"}
@@ -162,8 +161,17 @@ def print_regrets(task: Task, best: list[Candidate], title: str) -> None:
         f"predicted: what to run, and what it costs if your cluster is not as you think: {title}", header, cells
     )
     print("  a step takes so much longer than that of the layout that is fastest there")
+    print_copies(plan.layout for plan in [*rows.values(), *(plan for *_, plan in neighbours(best))] if plan)
     print_evidence(task.profiles, task.model, best[0].layout, task.machine)
     print(f"  of layouts that differ by at most {EQUAL:.0%}, the first is the one that sends least to other nodes")
+
+
+def print_copies(layouts: Iterable[Layout]) -> None:
+    """What the word "copies" means, for the first of these layouts that has some."""
+    states = "optimizer state", "set of gradients and optimizer state", "set of weights, gradients and optimizer state"
+    for layout in [each for each in layouts if each.zero_replicas > 1][:1]:
+        ranks = layout.sharing()[0]
+        print(f"  {layout.zero_replicas} copies: {ranks} ranks share one {states[layout.zero - 1]}")
 
 
 def winners(best: list[Candidate]) -> dict[str, Candidate]:
@@ -232,34 +240,29 @@ def divided(task: Task, layout: Layout) -> str:
     return f"ranks with {words} = {task.model.blocks} layers{stages}; the last one also has the head"
 
 
-def neighbours(best: list[Candidate]) -> list[tuple[str, object, Candidate]]:
-    """For each choice, the best plans that decide it otherwise than the first, one for each other value."""
-    result = []
-    for name in CHOICES if best[0].layout.pp > 1 else [each for each in CHOICES if each != "stages"]:
-        found = {}
-        for plan in best:
-            found.setdefault(getattr(plan.layout, name), plan)
-        ours = found.pop(getattr(best[0].layout, name))
-        if name == "zero_replicas" and ours.layout.zero_replicas > 1:  # a search tries one number for the same degrees
-            found = {value: plan for value, plan in found.items() if value == 1}
-        result += [(name, value, plan) for value, plan in found.items()]
+def neighbours(best: list[Candidate], most: int = 2) -> list[tuple[str, object, Candidate]]:
+    """For each choice, the best plans that decide it otherwise than the first: by half and by double, or the best two.
+
+    Args:
+        most: plans for each of the choices.
+    """
+    result, first = [], best[0].layout
+    for name in CHOICES if first.pp > 1 else [each for each in CHOICES if each != "stages"]:
+        found, mine = firsts(best, name), getattr(first, name)
+        near = () if name in ("zero", "recompute") else (mine / 2, 2 * mine)
+        others = sorted((value for value in found if value != mine), key=lambda value: value not in near)
+        result += [(name, value, found[value]) for value in others[:most]]
     return result
 
 
-def print_neighbours(best: list[Candidate], most: int = 2) -> None:
-    """What it costs to decide one thing otherwise, with everything else as good as it can then be.
-
-    Args:
-        most: rows for each of the choices.
-    """
-    rows, shown = [], Counter()
+def print_neighbours(best: list[Candidate]) -> None:
+    """What it costs to decide one thing otherwise, with everything else as good as it can then be."""
+    rows = []
     for name, value, plan in neighbours(best):
-        shown[name] += 1
-        if shown[name] <= most:
-            costs = [plan.seconds[each] / best[0].seconds[each] - 1 for each in plan.seconds]
-            words = f"{LABELS.get(name, name)} {value} and not {getattr(best[0].layout, name)}"
-            longer = joined(f"{each + 0.0:+.0%}" for each in (min(costs), max(costs)))
-            rows.append((words, longer, f"{sum(plan.held.values()) / 1e9:.0f}", named(plan.layout)))
+        costs = [plan.seconds[each] / best[0].seconds[each] - 1 for each in plan.seconds]
+        words = f"{LABELS.get(name, name)} {value} and not {getattr(best[0].layout, name)}"
+        longer = joined(f"{each + 0.0:+.0%}" for each in (min(costs), max(costs)))
+        rows.append((words, longer, f"{sum(plan.held.values()) / 1e9:.0f}", named(plan.layout)))
     print_table("what other choices cost, by profile", ("", "time", "GB", "the best such layout"), rows)
     if any(longer.startswith("-") for _, longer, *_ in rows):
         print(f"  - is faster, but slower by other profiles; or by {EQUAL:.0%} at most, and sends more to other nodes")

@@ -19,6 +19,7 @@ from step08_5d.planning.command_line import (
 )
 from step08_5d.planning.explain import assumed, print_plans
 from step08_5d.planning.search import Task, plans
+from step08_5d.planning.time.machines import whole_nodes
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -34,7 +35,8 @@ def task_of(options: Namespace) -> Task:
     if options.seq_len > model.max_positions:
         raise UsageError(f"--seq-len {options.seq_len} exceeds the {model.max_positions} positions of {options.model}")
     if 2 * machine.for_gpus(options.gpus).gpus <= machine.gpus < options.gpus:
-        raise UsageError(f"--gpus {options.gpus} must be as many on every node of {machine.gpus}")
+        whole = " and ".join(f"{each}" for each in whole_nodes(options.gpus, machine.gpus))
+        raise UsageError(f"--gpus {options.gpus} must be as many on every node of {machine.gpus}, as {whole} are")
     cluster = options.gpus, options.seq_len, sequences, machine
     return Task(options.model, model, *cluster, profiles=profiles_of(options), shape=tuple(options.rest))
 

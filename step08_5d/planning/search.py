@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from common.config import spelled
@@ -24,6 +24,8 @@ TRIED_UP_TO = 64  # times as many GPUs, or sequences as much shorter, where noth
 SHORTEST_PART = 256  # tokens of a cp rank: zigzag halves them, and attention kernels take 128 queries at a time
 COPIES_TAKE = 0.25  # share of a GPU's memory
 EQUAL = 0.01  # layouts are equally fast if their times differ by less than this (relative)
+PROMISING = 40  # so many of the best plans are tried with every number of copies
+CHOICES = ("tp", "pp", "stages", "cp", "ep", "zero", "zero_replicas", "micro_batch", "recompute")
 
 
 class Task(NamedTuple):
@@ -115,7 +117,7 @@ def _ways(task: Task, layout: Layout) -> Iterator[Layout]:
 
 
 def _sharded(task: Task, layout: Layout) -> list[tuple[int, int]]:
-    """Stages of ZeRO, and over how many copies of the weights each: one, or as many as may pay.
+    """Stages of ZeRO, and over how many copies of the weights each: one, or as many as may pay (`plans` tries more).
 
     A pipeline does without stage 2, which sums gradients after every micro-batch of every stage.
     """
@@ -159,30 +161,55 @@ def plans(task: Task) -> tuple[list[Candidate], Counter]:
     """Return all plans that fit, the one of least regret first, and how many do not, by the kind that is largest.
 
     With one profile that is the fastest. Of plans as good as the first, at worst and in the mean of the profiles, those
-    come first that send less between nodes.
+    come first that send less between nodes. The best are also tried with every other number of copies.
     Raises UsageError if none fits: it says what comes nearest.
     """
-    found, misfits = [], Counter()
-    room = task.machine.memory * MOST_FULL
-    for layout in layouts(task):
-        held = held_up_to(room, task, layout)
-        if sum(held.values()) <= room:
-            seconds = {each.name: times(task.model, layout, task.machine, each).step for each in task.profiles}
-            found.append((layout, held, seconds))
-        else:
-            misfits[max(held, key=held.get)] += 1
+    found, misfits, room = {}, Counter(), task.machine.memory * MOST_FULL
+
+    def attempt(some: Iterable[Layout]) -> None:
+        for layout in some:
+            held = held_up_to(room, task, layout)
+            if sum(held.values()) <= room:
+                seconds = {each.name: times(task.model, layout, task.machine, each).step for each in task.profiles}
+                found[layout] = held, seconds
+            else:
+                misfits[max(held, key=held.get)] += 1
+
+    attempt(layouts(task))
     if not found:
         raise UsageError(_why_nothing(task, room))
-    least = {each.name: min(seconds[each.name] for *_, seconds in found) for each in task.profiles}
+    attempt(dict.fromkeys(each for each in _other_copies(_ordered(task, found)) if each not in found))
+    return _ordered(task, found), misfits
+
+
+def _ordered(task: Task, found: dict[Layout, tuple[dict, dict]]) -> list[Candidate]:
+    """Return what fits as candidates in the order of `plans`."""
+    least = {each.name: min(seconds[each.name] for _, seconds in found.values()) for each in task.profiles}
     ordered = []
-    for layout, held, seconds in found:
+    for layout, (held, seconds) in found.items():
         regrets = {name: each / least[name] - 1 for name, each in seconds.items()}
         ordered.append(Candidate(layout, held, seconds, regrets))
     ordered.sort(key=lambda plan: (float(f"{1 + plan.regret:.4g}"), AGAIN[plan.layout.recompute]))
     equal = sum(1 + plan.regret <= (1 + EQUAL) * (1 + ordered[0].regret) for plan in ordered)
     typical = min(plan.mean for plan in ordered[:equal])
     first = sorted(ordered[:equal], key=lambda plan: (plan.mean > typical + EQUAL, *plan.equal_ones(task)))
-    return first + ordered[equal:], misfits
+    return first + ordered[equal:]
+
+
+def firsts(best: list[Candidate], choice: str) -> dict[object, Candidate]:
+    """Return for each value of a choice the best plan that has it, the best of all first."""
+    found = {}
+    for plan in best:
+        found.setdefault(getattr(plan.layout, choice), plan)
+    return found
+
+
+def _other_copies(best: list[Candidate]) -> Iterator[Layout]:
+    """The best plans, those that decide a choice otherwise and the fastest of each profile, with all other copies."""
+    some = best[:PROMISING] + [plan for name in CHOICES for plan in firsts(best, name).values()]
+    some += [min(best, key=lambda plan: plan.seconds[name]) for name in best[0].seconds]
+    for layout in (plan.layout for plan in some if plan.layout.zero):
+        yield from (layout._replace(zero_replicas=each) for each in divisors(layout.copies)[:-1])
 
 
 def held_up_to(room: float, task: Task, layout: Layout) -> dict[str, float]:

@@ -50,7 +50,7 @@ def make_grid(task: Task, ends: tuple[Profile, ...]) -> Grid:
     """Return the grid of a task, with as many layouts as have room. Raises UsageError if none fits a GPU."""
     fitting, _ = plans(task)
     regrets = {plan.layout: f"{plan.regret:+.0%}" for plan in fitting}
-    considered = list(layouts(task))
+    considered = list(dict.fromkeys([*layouts(task), *regrets]))
     ranked = [*regrets, *(each for each in considered if each not in regrets)]
     picks, binds, written = picked(fitting), {}, {}
     shown = dict.fromkeys([*picks.values(), *in_turn(ranked)][:MOST])

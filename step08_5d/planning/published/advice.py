@@ -1,8 +1,11 @@
 """What `plan` would have run where others have published what they did: `published --advice`. It takes minutes."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from common.drawing.tables import print_table
+from common.model_config import ModelConfig
+from common.presets import PRESETS
 from step08_5d.planning.explain import Range
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.published.others import DESCRIBED, OtherRun, read_runs
@@ -19,6 +22,7 @@ class Situation(NamedTuple):
     gpus: int
     run: str  # its id; its model, length and sequences per GPU are those of the case
     gpu: str = "H100"
+    shape: ModelConfig | None = None  # the model itself, where other_runs.csv has one that is near it
 
 
 CASES = (
@@ -32,13 +36,14 @@ CASES = (
     Situation("405B", 16384, "meta-405b-16384-cp1"),
     Situation("Mixtral 8x22B", 64, "fold-8x22b-128-256"),
     Situation("Mixtral 8x22B", 128, "fold-8x22b-128-256"),
-    Situation("DeepSeek-V3", 2048, "deepseek-v3-paper", "H800"),
+    Situation("DeepSeek-V3", 2048, "deepseek-v3-paper", "H800", replace(PRESETS["deepseek-v3"], mtp=1)),
 )
 
 
 class Advice(NamedTuple):
     """What the planner says of a case."""
 
+    model: ModelConfig
     plan: Candidate
     run: OtherRun
     theirs: float | None  # their layout's time over ours, by their profile; None: it has another number of GPUs
@@ -48,25 +53,25 @@ class Advice(NamedTuple):
 def advise(case: Situation) -> Advice:
     """Plan a case as `plan` does; with interleaved stages where they had them."""
     run = next(each for each in read_runs() if each.id == case.run)
-    layout, machine = run.layout, MACHINES[case.gpu]
+    layout, machine, model = run.layout, MACHINES[case.gpu], case.shape or run.model
     gpus = layout.copies * layout.tp * layout.pp
     sequences = layout.dp * layout.micro_batch * layout.micro_batches * case.gpus // gpus
-    task = Task(case.words, run.model, case.gpus, layout.seq, sequences, machine, layout.stages > 1)
+    task = Task(case.words, model, case.gpus, layout.seq, sequences, machine, layout.stages > 1)
     plan, profile = plans(task)[0][0], DESCRIBED[run.profile]
     theirs = None
     if gpus == case.gpus:
-        ours = times(run.model, plan.layout, machine, profile).step
-        theirs = times(run.model, layout, machine, profile).step / ours
-    return Advice(plan, run, theirs, sum(memory(run.model, layout).values()))
+        ours = times(model, plan.layout, machine, profile).step
+        theirs = times(model, layout, machine, profile).step / ours
+    return Advice(model, plan, run, theirs, sum(memory(model, layout).values()))
 
 
 def print_advice(cases: tuple[Situation, ...] = CASES) -> None:
     """A table of the cases: our layout with its range, what they ran and reached, and by how much ours is slower."""
     rows = []
     for case in cases:
-        plan, run, theirs, needs = advise(case)
+        model, plan, run, theirs, needs = advise(case)
         machine = MACHINES[case.gpu]
-        span, layout = Range.of(run.model, plan.layout, machine, RANGE), run.layout
+        span, layout = Range.of(model, plan.layout, machine, RANGE), run.layout
         gpus = layout.copies * layout.tp * layout.pp
         where = "" if gpus == case.gpus else f" on {gpus:,}"
         fits = "" if needs <= MOST_FULL * machine.memory else f" ({needs / 1e9:.0f} GB by our formula)"

@@ -50,6 +50,8 @@ class OtherRun(NamedTuple):
     tokens_per_second: float  # of a GPU
     assumed: str  # settings that the source does not say
     profile: str  # the name of the one that describes such a system
+    gpu: str  # what it ran on: `machine` may be another that is near it
+    year: str  # "" if the source does not say
 
     @property
     def seconds(self) -> float:
@@ -131,7 +133,8 @@ def _run(row: _Row) -> OtherRun:
     machine = MACHINES[text("gpu")]
     machine = machine._replace(far=1e9 * row.number("far", machine.far / 1e9), float8=text("precision") == "fp8")
     machine = machine._replace(memory_bandwidth=1e12 * row.number("membw", machine.memory_bandwidth / 1e12))
-    if watts := re.search(r"(\d+) W\b", text("note")):
+    note = text("note")
+    if watts := re.search(r"(\d+) W\b", note):
         machine = machine._replace(power=int(watts[1]) / 700)  # of an H100
     source, system = text("source"), text("system")
     number = re.search(r"arXiv:(\d{4}\.\d{5})", source)
@@ -139,8 +142,10 @@ def _run(row: _Row) -> OtherRun:
     early = float(number[1]) < FLASH_ATTENTION if number else old
     sharded = layout.zero == 3 or re.search("FSDP|torchtitan", system)
     profile = "early" if early else "fsdp" if sharded else "megatron"
-    speed = row.number("tok_s_gpu")
-    found = OtherRun(text("id"), source, system, model, layout, machine, speed, text("assumed"), profile)
+    speed, gpu = row.number("tok_s_gpu"), note.split(":")[0]
+    year = f"20{number[1][:2]}" if number else (re.findall(r"(?<!\d)20[12]\d", system + text("where")) or [""])[0]
+    described = text("assumed"), profile, gpu if gpu in MACHINES else machine.name, year
+    found = OtherRun(text("id"), source, system, model, layout, machine, speed, *described)
     try:
         model.check()
     except UsageError as error:

@@ -36,6 +36,11 @@ class Machine(NamedTuple):
         result += "products of 8-bit numbers, " if self.float8 else ""
         result += f"{self.near / 1e9:g} GB/s within a node of {of_node}, {far} between nodes"
         last = ("far", "--bus-bandwidth", of_node) if self.measured else ("far", "--between", 1)
+        if gpus and of_node < self.gpus < gpus:
+            whole = " or ".join(f"{each:,}" for each in whole_nodes(gpus, self.gpus))
+            result += (
+                f"\n  {gpus // of_node} nodes give {of_node} of their {self.gpus} GPUs each; {whole} are whole nodes"
+            )
         for name, flag, times in (("memory", "--memory", 1), ("near", "--within", 1), last):
             given, most = (times / 1e9 * getattr(each, name) for each in (self, sheet))
             if given > most:
@@ -60,6 +65,12 @@ class Machine(NamedTuple):
         products: an H100 has 1.6 times as many as an A100, and 2.9 times the products.
         """
         return 4 * 128 * EXPONENTIALS[self.name]
+
+
+def whole_nodes(gpus: int, of_node: int) -> tuple[int, int]:
+    """Return how many GPUs the nodes have that so many GPUs fill, without the last one and with it."""
+    fewer = gpus // of_node * of_node
+    return fewer, fewer + of_node
 
 
 def nodes_for(gpus: int, of_node: int) -> int:

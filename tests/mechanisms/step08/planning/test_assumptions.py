@@ -5,7 +5,7 @@ from argparse import ArgumentParser
 import pytest
 
 from common.counts import count_parameters
-from common.presets import PRESETS
+from common.presets import PRESETS, resolve
 from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.command_line import add_gpu, machine_of
@@ -13,6 +13,7 @@ from step08_5d.planning.explain import assumed
 from step08_5d.planning.search import Candidate, Task, plans
 from step08_5d.planning.time.machines import MACHINES
 from step08_5d.planning.time.profiles import PROFILES, TUNED
+from tests.harness.ranks import ROOT
 
 LLAMA = PRESETS["llama3-8b"]
 
@@ -83,6 +84,23 @@ def test_what_is_assumed_of_experts():
     words = assumed("mixtral", PRESETS["mixtral-8x7b"])
     assert "46.7 B parameters (12.9 B active), 8 experts of 14,336 (2 a token, 0 shared)" in words
     assert words.endswith("routing is assumed to be balanced, and small products as fast as large ones")
+
+
+def test_the_lessons_model_of_ones_own(tmp_path, capsys):
+    """Its file is read; of another type, the line says what a plan can do with."""
+    page = (ROOT / "step08_5d/planning/README.md").read_text()
+    file, text = tmp_path / "config.json", page.split("```json\n")[1].split("```")[0]
+    file.write_text(text)
+    assert count_parameters(resolve(str(file))).total == pytest.approx(14.8e9, rel=0.01)
+    file.write_text(text.replace("llama", "qwen3"))
+    assert main(["plan", "--model", str(file), "--gpus", "8"]) == 2
+    line = capsys.readouterr().err
+    assert "has model_type qwen3, which this decoder does not have; a plan can do with a config.json" in line
+
+
+def test_a_node_that_gives_a_part_is_named():
+    assert "50 nodes give 5 of their 8 GPUs each; 248 or 256 are whole nodes" in MACHINES["H100"].words(250)
+    assert "nodes give" not in MACHINES["H100"].words(256) + MACHINES["H100"].words(6)
 
 
 def test_less_memory_fits_less():

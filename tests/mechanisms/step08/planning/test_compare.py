@@ -32,3 +32,16 @@ def test_what_a_layout_says_is_used_and_named(capsys):
     assert found.out.splitlines()[5].startswith("  dp 8, 32 x 1") and found.err.count("\n") == 1
     assert '"--tp 3": --tp 3 does not divide' in found.err and "--schedule naive is not in the form" in found.err
     assert '"--dp "2": No closing quotation' in found.err and "numbers of GPUs" not in found.out
+
+
+def test_a_batch_in_tokens_and_what_copies_are(capsys):
+    """1M tokens are 256 sequences, which are taken where nothing is said; then a line says so, once."""
+    argv = ["compare", "--model", "llama3-8b", "--profile", "megatron", "--dp 64 --tp 4 --zero 1 --zero-replicas 16"]
+    main(argv)
+    alone = capsys.readouterr().out
+    assert "  16 copies: 4 ranks share one optimizer state\n" in alone
+    assert alone.endswith("  256 sequences a step, as neither --global-batch nor --tokens-per-batch says otherwise\n")
+    main([*argv, "--tokens-per-batch", "1M"])
+    assert capsys.readouterr().out == alone[: alone.index("  256 sequences")]
+    main([*argv[:-1], "--dp 8 --global-batch 64"])
+    assert "says otherwise" not in capsys.readouterr().out

@@ -173,13 +173,19 @@ def test_the_search_tries_every_layout_that_step_8_accepts(case):
     "case", [("llama3-8b", 16, 2048, 64), ("mixtral-8x7b", 32, 2048, 32), ("llama3-1b", 8, 8192, 32, True)]
 )
 def test_nothing_that_fits_is_left_out(case):
-    """The search drops layouts whose states alone do not fit, without their activations: it finds what all would."""
+    """The search drops layouts whose states alone do not fit, without their activations: it finds what all would.
+
+    What it finds beyond that differs from these only in the number of copies.
+    """
     mine = task(*case)._replace(machine=H100._replace(memory=40e9), profiles=(TUNED,))
     found, misfits = plans(mine)
     every = {each: memory(mine.model, each) for each in layouts(mine)}
     fitting = {each: held for each, held in every.items() if sum(held.values()) <= 0.9 * 40e9}
-    assert {plan.layout: plan.held for plan in found} == fitting and sum(misfits.values()) == len(every) - len(fitting)
-    steps = {each: times(mine.model, each, mine.machine, TUNED).step for each in fitting}
+    more = {plan.layout: plan.held for plan in found if plan.layout not in every}
+    assert {plan.layout: plan.held for plan in found} == fitting | more
+    assert all(each.zero and each._replace(zero_replicas=1) in every for each in more)
+    assert sum(misfits.values()) >= len(every) - len(fitting)
+    steps = {each: times(mine.model, each, mine.machine, TUNED).step for each in fitting | more}
     assert [plan.seconds["tuned"] for plan in found] == [steps[plan.layout] for plan in found]
     assert found[0].seconds["tuned"] <= 1.01 * min(steps.values())
     for layout, held in every.items():
@@ -254,7 +260,7 @@ def test_plans_are_sorted_and_fit(capsys):
     (only,) = {plans(mine._replace(profiles=(each,)))[0][0].regret < 0.01 for each in PROFILES.values()}
     assert only, "for one profile that is the fastest"
     assert all(sum(plan.held.values()) <= 0.9 * H100.memory for plan in found) and misfits["activations"]
-    assert len(found) + sum(misfits.values()) == len(list(layouts(mine)))
+    assert len(found) + sum(misfits.values()) >= len(list(layouts(mine)))
     assert command(mine, found[0].layout).startswith("sbatch --nodes 2 step08_5d/train.slurm --model")
     assert command(task("llama3-8b", 8), Layout(4096, dp=8)).startswith("torchrun --nproc_per_node 8 step08_5d/train.")
     unequal = command(task("llama3-8b", 12, sequences=12), Layout(4096, dp=12))

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import statistics
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -243,9 +244,9 @@ def test_what_the_runs_behind_a_profile_do_not_say(capsys):
     """The playbook's have neither ZeRO-3 nor cp nor other GPUs; no run like Megatron's recomputes."""
     layout = Layout(16384, dp=4, tp=8, cp=2, zero=3, recompute="full")
     evidence.print_evidence((*PROFILES.values(), TUNED), PRESETS["llama3-8b"], layout, MACHINES["H800"])
-    first, second = capsys.readouterr().out.splitlines()
+    first, second, *_ = capsys.readouterr().out.splitlines()
     assert "behind nanotron: ZeRO-3, cp, recomputation, sequences beyond 8k, H800; behind fsdp: H800; " in first
-    assert first.endswith("behind megatron: ZeRO-3, recomputation, H800")
+    assert first.endswith("behind megatron: ZeRO-3, recomputation"), "DeepSeek's run had H800"
     runs = [run for run in other_systems.read_runs() if run.layout.zero == 3 and run.layout.cp > 1]
     assert all(run.layout.seq > 8192 and run.layout.recompute == "full" and not run.model.experts for run in runs)
     close = sum(0.8 <= run.ratio(PROFILES["fsdp"]) <= 1.25 for run in runs)
@@ -256,3 +257,18 @@ def test_what_the_runs_behind_a_profile_do_not_say(capsys):
     evidence.print_evidence((TUNED,), PRESETS["llama3-8b"], Layout(4096, dp=8), MACHINES["H100"])
     assert "have all that this uses" in capsys.readouterr().out
     assert evidence.unknown("megatron").startswith("ZeRO-3, fewer than 8 GPUs, recomputation, tp across nodes, GPUs")
+
+
+def test_published_runs_of_a_model_of_this_size(capsys):
+    """DeepSeek-V3's own, with the GPU that it had; none of another kind, or of another size."""
+    (own,) = evidence.of_the_same_size(replace(PRESETS["deepseek-v3"], mtp=1), 2048, "H800")
+    assert (own.id, own.gpu, own.year, own.machine.name) == ("deepseek-v3-paper", "H800", "2024", "H100")
+    layout = Layout(4096, dp=32, pp=16, cp=4, ep=16, zero=1, dtype="bfloat16")
+    evidence.print_evidence((TUNED,), replace(PRESETS["deepseek-v3"], mtp=1), layout, MACHINES["H800"])
+    *_, line = capsys.readouterr().out.splitlines()
+    theirs = "DeepSeek DualPipe, FP8 (2,048 H800, 2024), dp 128, pp 16, ep 64, ZeRO-1, 120 x 1"
+    assert line == f"  a model of this size: {theirs}: 46% MFU published, 45% by a profile fitted to it, too"
+    assert not evidence.of_the_same_size(PRESETS["smollm-135m"], 8, "H100")
+    assert not evidence.of_the_same_size(replace(PRESETS["deepseek-v3"], experts=0), 2048, "H800")
+    found = evidence.of_the_same_size(LLAMA, 128, "H100")
+    assert found[0].id == "nemo-8b-128" and len({run.system for run in found}) == len(found) > 2

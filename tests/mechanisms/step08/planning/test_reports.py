@@ -76,6 +76,15 @@ def test_overlap_by_hand():
         ("memory --model llama3-8b --pp 2 --virtual-stages 2", "error: --virtual-stages 2: --schedule 1f1b has"),
         ("memory --model llama3-8b --global-batch 6 --dp 4", "error: --global-batch 6 is not divisible by"),
         ("compare --model llama3-8b --dp 96 --tp 8", "error: unknown: --dp --tp 8; put each layout in quotes"),
+        ("compare --model llama3-8b --no-such-flag x", "error: unknown: --no-such-flag\n"),
+        ("compare --model deepseek-v3 --mtp 1 x", "error: unknown: --mtp; put each layout in quotes, with all flags"),
+        ("compare --model llama3-8b --gpus 64 x", "error: --gpus is not a flag of compare, but of plan, page"),
+        ("compare --model llama3-8b --global-batch 8 --tokens-per-batch 1M x", "error: argument --tokens-per-batch: n"),
+        ("compare --model llama3-8b --tokens-per-batch 4097 x", "error: --tokens-per-batch 4097 is no multiple of"),
+        ("plan --model llama3-8b --nodes 32", "error: argument --nodes: say --gpus, which are those of all nodes"),
+        ("plan --model llama3-8b --gpus 37", "error: --gpus 37 must be as many on every node of 8, as 32 and 40 are"),
+        ("plan --model llama3-8b --gpus 8 --memory 80000000000", "error: --memory is 1,000,000,000 times what the d"),
+        ("plan --model llama3-8b --gpus 16 --between 400", "error: --between is 8 times what the data sheet says; it"),
         ("memory --model llama3-8b --dp 0", "error: --dp 0 must be at least 1"),
         (
             "plan --model llama3-70b --gpus 64 --seq-len inf",
@@ -199,21 +208,38 @@ def plans_on_16() -> list[Candidate]:
 
 
 def test_neighbours_decide_one_thing_otherwise():
-    best = plans_on_16()
+    """By half and double where these fit; of what was tried, nothing that decides it so is better."""
+    best, shown = plans_on_16(), {}
     for name, value, plan in explain.neighbours(best):
         assert value == getattr(plan.layout, name) != getattr(best[0].layout, name)
         same = [each.regret for each in best if getattr(each.layout, name) == value]
         assert round(plan.regret, 2) == round(min(same), 2)
+        shown.setdefault(name, []).append(value)
+    tried = {plan.layout.tp for plan in best}
+    mine = best[0].layout.tp
+    assert {mine / 2, 2 * mine} & tried == {*shown["tp"]} & {mine / 2, 2 * mine} and max(map(len, shown.values())) == 2
 
 
-def test_a_number_of_copies_that_no_search_tried_is_no_choice():
-    """For the same degrees there is one number above 1, so a row may only say what a single copy costs."""
-    best = [plan._replace(layout=plan.layout._replace(zero=1)) for plan in plans_on_16()[:3]]
-    copies = [plan._replace(layout=plan.layout._replace(zero_replicas=n)) for plan, n in zip(best, (4, 2, 1))]
-    rows = {value for name, value, _ in explain.neighbours(copies) if name == "zero_replicas"}
-    assert rows == {1}
-    rows = {value for name, value, _ in explain.neighbours(copies[::-1]) if name == "zero_replicas"}
-    assert rows == {2, 4}
+def test_what_a_number_of_copies_costs_is_what_its_times_say(capsys):
+    """Each printed row of other copies, beside all copies of the first plan's own degrees that fit."""
+    best = plans_on_16()
+    explain.print_neighbours(best)
+    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("  zero-replicas")]
+    first = best[0].layout
+    ours = {each.name: times(LLAMA, first, H100, each).step for each in PROFILES.values()}
+    plan_of = {value: plan for name, value, plan in explain.neighbours(best) if name == "zero_replicas"}
+    assert len(rows) == len(plan_of) == 2
+    for row, (value, plan) in zip(rows, plan_of.items(), strict=True):
+        costs = [times(LLAMA, plan.layout, H100, each).step / ours[each.name] - 1 for each in PROFILES.values()]
+        words = explain.joined(f"{each + 0.0:+.0%}" for each in (min(costs), max(costs)))
+        assert (
+            row.split()
+            == f"zero-replicas {value} and not {first.zero_replicas} {words}".split()
+            + row.split()[-len(f"{sum(plan.held.values()) / 1e9:.0f} {explain.named(plan.layout)}".split()) :]
+        )
+        own = first._replace(zero_replicas=value)
+        if sum(memory(LLAMA, own).values()) <= MOST_FULL * H100.memory and first.zero:
+            assert own in {each.layout for each in best}, "a number of copies that nobody tried"
 
 
 def test_scales_are_not_planned(capsys):
