@@ -57,6 +57,7 @@ EXPERT_NAMES = {"mixtral": _MOE | {"expert_ffn": "intermediate_size"}, "glm4_moe
 EXPERT_NAMES["deepseek_v3"] = EXPERT_NAMES["glm4_moe"]
 LATENT_NAMES = {"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "nope_dim": "qk_nope_head_dim"}
 LATENT_NAMES |= {"rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
+TYPES = ("llama", "mistral", *EXPERT_NAMES)  # model types that are a `Decoder`
 SIGMOID = "glm4_moe", "deepseek_v3"  # model types whose gates are
 ROPE_SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling}  # by transformers' rope_type
 
@@ -73,9 +74,9 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
     from transformers import AutoConfig  # here, since it takes seconds
 
     with hub_errors_in_one_line(f"{flag} {name}{'' if here else ', which is no file or folder here,'}"):
-        result = _expressed(AutoConfig.from_pretrained(name, trust_remote_code=False), f"{flag} {name}")
         if here:
             _check_sizes(Path(name), f"{flag} {name}")
+        result = _expressed(AutoConfig.from_pretrained(name, trust_remote_code=False), f"{flag} {name}")
     try:
         result.check()
     except UsageError as error:
@@ -84,8 +85,16 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
 
 
 def _check_sizes(path: Path, what: str) -> None:
-    """Raise UsageError if a file lacks a size of the model, for which transformers would take one of another model."""
-    values = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    """Raise UsageError if a file lacks a size of the model, for which transformers would take one of another model.
+
+    What is no configuration of a type that we know, is told by transformers and `_expressed`.
+    """
+    try:
+        values = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if not isinstance(values, dict) or values.get("model_type") not in TYPES:
+        return
     for key in (HUGGINGFACE_NAMES[name] for name in ("vocab", "hidden", "layers", "heads", "ffn")):
         if not isinstance(values.get(key), int) or values[key] < 1:
             raise UsageError(f"{what} needs a whole number above 0 for {key}, which is {values.get(key, 'missing')}")
@@ -96,7 +105,7 @@ def _expressed(theirs, what: str) -> ModelConfig:
     it in training only, and is not in this decoder.
     """
     expressible = {
-        "model_type": ("llama", "mistral", *EXPERT_NAMES),
+        "model_type": TYPES,
         "hidden_act": ("silu",),
         "is_causal": (None, True),
     }

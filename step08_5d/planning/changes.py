@@ -98,6 +98,7 @@ def _least(
 
 TRIED = 40  # plans with pipelines that are tried with several stages on each rank
 NEAR = 1 / 8  # by how much another batch may differ (relative)
+INTERLEAVED = "interleaved stages"
 
 
 def interleaving(task: Task, best: list[Candidate]) -> list[Change]:
@@ -126,15 +127,15 @@ def interleaving(task: Task, best: list[Candidate]) -> list[Change]:
             return max((1 + plan.regrets[name]) / (1 + each) - 1 for name, each in fastest.items())  # noqa: B023
 
         winner = min(plans, key=regret)
-        words = "interleaved stages" if batch == task.sequences else f"{batch:,} sequences, interleaved stages"
+        words = INTERLEAVED if batch == task.sequences else f"{batch:,} sequences, {INTERLEAVED}"
         result.append(_unless_equal(words, best[0], regret(best[0]), winner, regret(winner)))
     return sorted(result, key=lambda each: -each.first)[:2]
 
 
-def print_changes(task: Task, best: list[Candidate]) -> None:
-    """Under which other conditions another plan would be the one to run."""
-    rows, tried = [], any(plan.layout.stages > 1 for plan in best)
-    for words, first, winner, regret in changes(task, best) + ([] if tried else interleaving(task, best)):
+def print_changes(task: Task, best: list[Candidate], interleaved: list[Change]) -> None:
+    """Under which other conditions another plan would be the one to run; `interleaved` is one of them."""
+    rows = []
+    for words, first, winner, regret in changes(task, best) + interleaved:
         lost = "does not fit" if first == math.inf else f"{first:+.0%}"
         other = ("none fits", "") if winner is None else (named(winner.layout), f"{regret:+.0%}")
         rows.append((words, lost, *(("the same", "") if winner is best[0] else other)))

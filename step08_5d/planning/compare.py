@@ -29,7 +29,7 @@ from step08_5d.planning.command_line import (
     sequences_of,
     words_of,
 )
-from step08_5d.planning.explain import WAITS, Range, print_copies, span_of, waits
+from step08_5d.planning.explain import FLOAT8, MFU, WAITS, Range, print_copies, span_of, waits
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.memory.report import SCHEDULES, configuration
 from step08_5d.planning.search import MOST_FULL, named
@@ -82,6 +82,8 @@ def show(options: Namespace) -> None:
         header = ("layout", "GPUs", "MFU", "s", "GB held", f"sent: {SENT[0]}", *SENT[1:], *waits(ends))
         print_table(f"predicted, {span_of(ends)}: {title}", header, rows)
         print(f"  sent: GB of a rank in a step, in a stage in the middle\n  {WAITS}")
+        if machine.float8:
+            print(f"  {MFU}{FLOAT8}")
         print_copies(layouts)
         if not asked and not all("--global-batch" in text for text in options.layouts):
             print(f"  {SEQUENCES} sequences a step, as neither --global-batch nor --tokens-per-batch says otherwise")

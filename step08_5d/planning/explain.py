@@ -13,8 +13,9 @@ from common.counts import count_parameters
 from common.drawing.tables import print_table
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
-from step08_5d.planning.changes import print_changes
-from step08_5d.planning.published.evidence import print_evidence
+from step08_5d.planning.changes import INTERLEAVED, Change, interleaving, print_changes
+from step08_5d.planning.published.evidence import of_the_same_size, print_evidence
+from step08_5d.planning.published.others import OtherRun
 from step08_5d.planning.search import CHOICES, EQUAL, MOST_FULL, Candidate, Task, command, firsts, named
 from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.machines import Machine
@@ -31,6 +32,8 @@ WAITS = (
     "waits: what a step waits for most, besides computing (dp, tp, ...: their messages; launch: a layer's least time)"
 )
 MFU = "MFU: as in PaLM, attention counts with its full square, also the half that is masked"
+FLOAT8 = "; of the peak in BF16, also with products of 8-bit numbers"
+WORTH = 0.05  # of a step: what gains less is not announced
 LABELS = {"stages": "virtual-stages", "zero_replicas": "zero-replicas", "micro_batch": "micro-batch"}
 
 # ---- ranges ----------------------------------------------------------------------------------------------------------
@@ -126,24 +129,28 @@ def assumed(name: str, model: ModelConfig) -> str:
 def print_plans(task: Task, best: list[Candidate], misfits: Counter, shown: int, profiles: tuple[Profile, ...]) -> None:
     """Which layout to run, what it costs to be wrong, the next ones, why, and the command that runs it."""
     title = f"{task.name}, {task.gpus} {task.machine.name}, {task.sequences} x {task.seq:,} tokens a step"
-    print_regrets(task, best, title)
+    tried = any(plan.layout.stages > 1 for plan in best)
+    print_regrets(task, best, title, interleaved := [] if tried else interleaving(task, best))
     rows = []
     for plan in different(best)[:shown]:
         span = Range.of(task.model, plan.layout, task.machine, profiles)
         held = f"{sum(plan.held.values()) / 1e9:.0f}"
-        rows.append((named(plan.layout), span.mfu, span.speed, span.seconds, held, *span.binds))
-    header = ("layout", "MFU", "tokens/s/GPU", "s", "GB", *waits(profiles))
+        rows.append((named(plan.layout), f"{plan.regret:+.0%}", span.mfu, span.speed, span.seconds, held, *span.binds))
+    header = ("layout", "at worst", "MFU", "tokens/s/GPU", "s", "GB", *waits(profiles))
     print_table(f"predicted, {span_of(profiles)}: {title}", header, rows)
-    print(f"  {WAITS}\n  {MFU}")
+    print(f"  {WAITS}\n  {MFU}{FLOAT8 if task.machine.float8 else ''}")
     print_steps(task, best, misfits, profiles)
-    print_neighbours(best)
-    print_changes(task, best)
+    print_neighbours(best, of_the_same_size(task.model, task.gpus, task.machine.name)[:1])
+    print_changes(task, best, interleaved)
     print("\nThis measures the layout; for a training add --data, --tokenizer, --steps, --lr and --save-every:")
     print(command(task, best[0].layout))
 
 
-def print_regrets(task: Task, best: list[Candidate], title: str) -> None:
-    """The first plan, the fastest of each profile and plain FSDP: how much slower than what is fastest elsewhere."""
+def print_regrets(task: Task, best: list[Candidate], title: str, interleaved: Iterable[Change] = ()) -> None:
+    """The first plan, the fastest of each profile and plain FSDP: how much slower than what is fastest elsewhere.
+
+    And whether `interleaved` plans would be better by much.
+    """
     names, rows = [each.name for each in task.profiles], {"run this": best[0]}
     if len(names) > 1:
         rows |= winners(best)
@@ -161,6 +168,9 @@ def print_regrets(task: Task, best: list[Candidate], title: str) -> None:
         f"predicted: what to run, and what it costs if your cluster is not as you think: {title}", header, cells
     )
     print("  a step takes so much longer than that of the layout that is fastest there")
+    for each in interleaved:
+        if each.words == INTERLEAVED and each.first - each.regret > WORTH:
+            print(f"  with --interleaved: about {each.regret:+.0%} at worst instead of {each.first:+.0%}")
     print_copies(plan.layout for plan in [*rows.values(), *(plan for *_, plan in neighbours(best))] if plan)
     print_evidence(task.profiles, task.model, best[0].layout, task.machine)
     print(f"  of layouts that differ by at most {EQUAL:.0%}, the first is the one that sends least to other nodes")
@@ -195,6 +205,10 @@ def different(best: list[Candidate]) -> list[Candidate]:
         )
         found.setdefault(degrees, plan)
     return list(found.values())
+
+
+def degrees(layout: Layout) -> tuple[int, ...]:
+    return layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
 
 
 # ---- why -------------------------------------------------------------------------------------------------------------
@@ -242,6 +256,7 @@ def divided(task: Task, layout: Layout) -> str:
 
 def neighbours(best: list[Candidate], most: int = 2) -> list[tuple[str, object, Candidate]]:
     """For each choice, the best plans that decide it otherwise than the first: by half and by double, or the best two.
+    And what it costs to have no copies.
 
     Args:
         most: plans for each of the choices.
@@ -251,18 +266,26 @@ def neighbours(best: list[Candidate], most: int = 2) -> list[tuple[str, object, 
         found, mine = firsts(best, name), getattr(first, name)
         near = () if name in ("zero", "recompute") else (mine / 2, 2 * mine)
         others = sorted((value for value in found if value != mine), key=lambda value: value not in near)
-        result += [(name, value, found[value]) for value in others[:most]]
+        chosen = others[:most] + [value for value in others[most:] if name == "zero_replicas" and value == 1]
+        result += [(name, value, found[value]) for value in chosen]
     return result
 
 
-def print_neighbours(best: list[Candidate]) -> None:
-    """What it costs to decide one thing otherwise, with everything else as good as it can then be."""
-    rows = []
-    for name, value, plan in neighbours(best):
+def print_neighbours(best: list[Candidate], published: Iterable[OtherRun] = ()) -> None:
+    """What it costs to decide one thing otherwise, with everything else as good as it can then be; or all degrees as
+    in `published` runs, if that fits.
+    """
+    rows, tried = [], neighbours(best)
+    for run in published:
+        same = [plan for plan in best if degrees(plan.layout) == degrees(run.layout)][:1]
+        tried += [("degrees", f"of {run.system}", plan) for plan in same if plan is not best[0]]
+    for name, value, plan in tried:
         costs = [plan.seconds[each] / best[0].seconds[each] - 1 for each in plan.seconds]
-        words = f"{LABELS.get(name, name)} {value} and not {getattr(best[0].layout, name)}"
+        words = f"{LABELS.get(name, name)} {value}"
+        words += "" if name == "degrees" else f" and not {getattr(best[0].layout, name)}"
         longer = joined(f"{each + 0.0:+.0%}" for each in (min(costs), max(costs)))
         rows.append((words, longer, f"{sum(plan.held.values()) / 1e9:.0f}", named(plan.layout)))
-    print_table("what other choices cost, by profile", ("", "time", "GB", "the best such layout"), rows)
+    title = "what other choices cost, by profile, with the layout that is then best at worst"
+    print_table(title, ("", "time", "GB", "the best such layout"), rows)
     if any(longer.startswith("-") for _, longer, *_ in rows):
         print(f"  - is faster, but slower by other profiles; or by {EQUAL:.0%} at most, and sends more to other nodes")

@@ -7,6 +7,7 @@ from common.config import TrainConfig, flag_names, spelled
 from common.errors import UsageError
 from common.launching.command_line import parse
 from common.model_config import ModelConfig
+from common.presets import PRESETS
 from step08_5d.planning.command_line import (
     Command,
     add_cluster,
@@ -33,7 +34,9 @@ def task_of(options: Namespace) -> Task:
     """What the options of the command line ask for. Raises UsageError for what cannot be planned."""
     sequences, model, machine = sequences_of(options), shape(options), machine_of(options)
     if options.seq_len > model.max_positions:
-        raise UsageError(f"--seq-len {options.seq_len} exceeds the {model.max_positions} positions of {options.model}")
+        line = f"--seq-len {options.seq_len} exceeds the {model.max_positions} positions of {options.model}"
+        key = "max_position_embeddings of its config.json; without it, transformers' default holds"
+        raise UsageError(line if options.model in PRESETS else f"{line} ({key})")
     if 2 * machine.for_gpus(options.gpus).gpus <= machine.gpus < options.gpus:
         whole = " and ".join(f"{each}" for each in whole_nodes(options.gpus, machine.gpus))
         raise UsageError(f"--gpus {options.gpus} must be as many on every node of {machine.gpus}, as {whole} are")

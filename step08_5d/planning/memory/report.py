@@ -88,7 +88,11 @@ def show_stages(config: TrainConfig, layout: Layout, play: bool) -> None:
         rows.append((f"{stage}, played", *rows[stages.index(stage)][1:3], *kinds, f"{run.peak / 1e9:.2f}"))
     header = ("rank" if layout.stages > 1 else "stage", "layers", "in flight", *held[0], "all")
     schedule = "interleaved" if layout.stages > 1 else f"under {layout.schedule.upper()}"
-    print_table(f"predicted: {config.model}, {named(layout)}, GB of a rank of the pipeline, {schedule}", header, rows)
+    given, default, title = vars(config), TrainConfig(), config.model
+    for name in (each for each in flag_names("model") if each not in ("model", "dtype")):
+        title += f" {spelled(name)} {given[name]}" if given[name] != getattr(default, name) else ""
+    title = f"predicted: {title}, {named(layout)}, GB of a rank of the pipeline, {schedule}"
+    print_table(title, header, rows)
     fullest = max(range(len(held)), key=lambda index: _all(held[index]))
     most = max(held[fullest], key=held[fullest].get)
     print(f"  the fullest is {header[0]} {stages[fullest]}: {_all(held[fullest]):.1f} GB, most of it {most};")

@@ -6,11 +6,12 @@ from functools import cache
 from common.counts import count_parameters
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
+from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.published import others, runs
 from step08_5d.planning.published.others import CLOSE, DESCRIBED, OtherRun, judge
-from step08_5d.planning.search import named
+from step08_5d.planning.search import MOST_FULL, named
 from step08_5d.planning.time.machines import Machine
-from step08_5d.planning.time.profiles import PROFILES, Profile
+from step08_5d.planning.time.profiles import PROFILES, Profile, widest_gradient
 from step08_5d.planning.time.speed import spans
 
 OF_NANOTRON = "nanotron"  # its profile is fitted to the playbook's runs, the others to those of other systems
@@ -24,6 +25,8 @@ def kinds(model: ModelConfig, layout: Layout, machine: Machine) -> dict[str, boo
     found = {"ZeRO-3": layout.zero == 3, "cp": layout.cp > 1, "experts": model.experts > 0, "pipelines": layout.pp > 1}
     found |= {"interleaving": layout.stages > 1, "recomputation": layout.recompute != "none"}
     found |= {"tp across nodes": tp_nodes > 1, "sequences beyond 8k": layout.seq > LONG}
+    found |= {"copies": layout.zero_replicas > 1, "tp": layout.tp > 1, "FP8": machine.float8}
+    found |= {"latent attention": model.latent is not None, "a second block (MTP)": model.mtp > 0}
     return found | {"fewer than 8 GPUs": layout.copies * layout.tp * layout.pp < 8}
 
 
@@ -62,27 +65,58 @@ def of_the_same_size(model: ModelConfig, gpus: int, gpu: str) -> list[OtherRun]:
     return list(found.values())
 
 
+def is_own(run: OtherRun, model: ModelConfig, gpus: int, gpu: str) -> bool:
+    """Whether a run is of this very shape and on these GPUs."""
+    theirs, layout = run.model, run.layout
+    same = (theirs.layers, theirs.hidden, theirs.heads) == (model.layers, model.hidden, model.heads)
+    return same and (layout.copies * layout.tp * layout.pp, run.gpu) == (gpus, gpu)
+
+
 def print_evidence(profiles: tuple[Profile, ...], model: ModelConfig, layout: Layout, machine: Machine) -> None:
     """What of a layout each profile's runs say nothing of, how many published runs are of its kind, and what was
     reached with models of this size.
     """
     mine, words = uses(model, layout, machine), []
+    if new := mine - set().union(*(seen(name)[0] for name in DESCRIBED)):
+        print(f"  no run in our tables of published ones has {', '.join(sorted(new))}: for that, only formulas speak")
     for name in (each.name for each in profiles if each.name in PROFILES):
         had, gpus = seen(name)
-        if missing := [*sorted(mine - had), *({machine.name} - gpus)]:
+        if missing := [*sorted(mine - had - new), *({machine.name} - gpus)]:
             words.append(f"behind {name}: {', '.join(missing)}")
-    nothing = "the runs behind each profile have all that this uses"
-    print(f"  missing in the runs {'; '.join(words)}" if words else f"  {nothing}")
-    theirs, like = others.read_runs(), f" ({', '.join(sorted(mine))})" if mine else ""
-    alike = [run for run in theirs if uses(run.model, run.layout, run.machine) >= mine]
-    alike = [run for run in alike if (run.model.experts > 0) == (model.experts > 0)]
-    words = f"  {len(alike)} of {len(theirs)} published runs use it, too{like}"
-    if alike:
-        close = judge({run: DESCRIBED[run.profile] for run in alike}).close * len(alike)
-        words += f"; profiles fitted to them predict {close:.0f} within {CLOSE - 1:.0%}"
-    print(words)
-    for run in of_the_same_size(model, layout.copies * layout.tp * layout.pp, machine.name)[:3]:
-        theirs, predicted = run.layout, run.mfu * run.ratio(DESCRIBED[run.profile])
+    if words or not new:
+        nothing = "the runs behind each profile have all that this uses"
+        print(f"  missing in the runs {'; '.join(words)}" if words else f"  {nothing}")
+    print_alike(model, mine - new - {"experts"})
+    room, gpus = MOST_FULL * machine.memory, layout.copies * layout.tp * layout.pp
+    for run in of_the_same_size(model, gpus, machine.name)[:3]:
+        theirs, fresh = run.layout, unseen()[run]
         where = f"{theirs.copies * theirs.tp * theirs.pp:,} {run.gpu}{f', {run.year}' if run.year else ''}"
-        reached = f"{run.mfu:.0%} MFU published, {predicted:.0%} by a profile fitted to it, too"
+        known, new = (run.mfu * run.ratio(each) for each in (DESCRIBED[run.profile], fresh))
+        reached = f"{run.mfu:.0%} MFU published, {known:.0%} by a profile fitted to it, {new:.0%} by one that is not"
+        if is_own(run, model, gpus, machine.name):
+            needs = sum(memory(model, theirs, widest_gradient(profiles)).values())
+            reached += "" if needs <= room else f"; by our formula it needs {needs / 1e9:.0f} GB: it does not fit here"
         print(f"  a model of this size: {run.system} ({where}), {named(theirs)}: {reached}")
+
+
+@cache
+def unseen() -> dict[OtherRun, Profile]:
+    """For each published run its profile, fitted to all sources but its own."""
+    return others.unseen(others.read_runs())
+
+
+def print_alike(model: ModelConfig, features: set[str]) -> None:
+    """How many published runs are of models of this kind and have these features, and how many were predicted."""
+    fresh, kind = unseen(), "models with experts" if model.experts else "dense models"
+    alike = [run for run in fresh if bool(run.model.experts) == bool(model.experts)]
+    words = f"  {len(alike)} of {len(fresh)} published runs are of {kind}, like this one"
+    if features:
+        had = {run: uses(run.model, run.layout, run.machine) for run in alike}
+        counts = [f"{name} in {sum(name in each for each in had.values())}" for name in sorted(features)]
+        with_all = [run for run in alike if had[run] >= features]
+        counts += [f"together in {len(with_all) or 'none'}"] if len(features) > 1 else []
+        words, alike = f"{words}: {', '.join(counts)}", with_all or alike
+    choices = {run: DESCRIBED[run.profile] for run in alike}, {run: fresh[run] for run in alike}
+    known, new = (judge(each).close * len(alike) for each in choices)
+    words += f"; of {len(alike)}, profiles fitted to them predict {known:.0f} within {CLOSE - 1:.0%}"
+    print(f"{words}, and those fitted to other sources {new:.0f}")

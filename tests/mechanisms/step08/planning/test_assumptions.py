@@ -92,6 +92,14 @@ def test_the_lessons_model_of_ones_own(tmp_path, capsys):
     file, text = tmp_path / "config.json", page.split("```json\n")[1].split("```")[0]
     file.write_text(text)
     assert count_parameters(resolve(str(file))).total == pytest.approx(14.8e9, rel=0.01)
+    file.write_text(text.replace('"hidden_size": 5120, ', ""))
+    assert main(["plan", "--model", str(file), "--gpus", "8"]) == 2
+    assert capsys.readouterr().err.endswith("above 0 for hidden_size, which is missing\n"), (
+        "before a default is checked"
+    )
+    file.write_text(text.replace(', "max_position_embeddings": 40960', ""))
+    assert main(["plan", "--model", str(file), "--gpus", "8"]) == 2
+    assert "exceeds the 2048 positions of " in (line := capsys.readouterr().err) and "without it, transf" in line
     file.write_text(text.replace("llama", "qwen3"))
     assert main(["plan", "--model", str(file), "--gpus", "8"]) == 2
     line = capsys.readouterr().err

@@ -4,8 +4,10 @@ import pytest
 
 from common.launching.command_line import parse
 from common.presets import PRESETS
-from step08_5d.planning import changes
+from step08_5d.cost import Layout
+from step08_5d.planning import changes, explain
 from step08_5d.planning.__main__ import main
+from step08_5d.planning.published.others import read_runs
 from step08_5d.planning.search import Task, plans
 from step08_5d.planning.time.machines import MACHINES
 from step08_5d.planning.time.profiles import PROFILES
@@ -73,3 +75,23 @@ def test_interleaving_that_finds_nothing_says_so(capsys):
     words = "plan --model llama3-8b --gpus 24 --tokens-per-batch 256k --profile megatron"
     assert main([*words.split(), "--interleaved"]) == 0
     assert "None that fits is interleaved: the ranks of a pipeline have to divide" in capsys.readouterr().out
+
+
+def test_degrees_of_a_published_run_and_interleaving_are_told(capsys):
+    """The first run has other degrees than the plan, and the best plan with these is its row. What interleaving gains
+    is a line if it is more than 5 %, of the batch that is asked for."""
+    mine = task(16, 64)
+    best = plans(mine)[0]
+    run = read_runs()[0]._replace(layout=Layout(4096, dp=4, tp=4, micro_batches=4))
+    explain.print_neighbours(best, [run])
+    (row,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith(f"  degrees of {run.system} ")]
+    same = next(plan for plan in best if explain.degrees(plan.layout) == (4, 4, 1, 1, 1))
+    assert row.endswith(explain.named(same.layout))
+    for words, gain, told in (
+        (changes.INTERLEAVED, 0.06, True),
+        (changes.INTERLEAVED, 0.04, False),
+        (f"9 {changes.INTERLEAVED}", 0.1, False),
+    ):
+        explain.print_regrets(mine, best, "", [changes.Change(words, 0.01 + gain, best[1], 0.01)])
+        line = f"  with --interleaved: about +1% at worst instead of {0.01 + gain:+.0%}\n"
+        assert (line in capsys.readouterr().out) == told

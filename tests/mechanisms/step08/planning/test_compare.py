@@ -41,6 +41,8 @@ def test_a_batch_in_tokens_and_what_copies_are(capsys):
     alone = capsys.readouterr().out
     assert "  16 copies: 4 ranks share one optimizer state\n" in alone
     assert alone.endswith("  256 sequences a step, as neither --global-batch nor --tokens-per-batch says otherwise\n")
+    main([*argv, "--float8"])
+    assert "of the peak in BF16, also with products of 8-bit numbers\n" in capsys.readouterr().out
     main([*argv, "--tokens-per-batch", "1M"])
     assert capsys.readouterr().out == alone[: alone.index("  256 sequences")]
     main([*argv[:-1], "--dp 8 --global-batch 64"])

@@ -250,13 +250,22 @@ def test_what_the_runs_behind_a_profile_do_not_say(capsys):
     runs = [run for run in other_systems.read_runs() if run.layout.zero == 3 and run.layout.cp > 1]
     assert all(run.layout.seq > 8192 and run.layout.recompute == "full" and not run.model.experts for run in runs)
     close = sum(0.8 <= run.ratio(PROFILES["fsdp"]) <= 1.25 for run in runs)
-    assert second == (
-        f"  {len(runs)} of 103 published runs use it, too (ZeRO-3, cp, recomputation, sequences beyond 8k); "
-        f"profiles fitted to them predict {close} within 25%"
-    )
+    assert "together in none; of 88, " in second
+    evidence.print_alike(PRESETS["llama3-8b"], {"ZeRO-3", "cp"})
+    line = capsys.readouterr().out
+    assert f"ZeRO-3 in 36, cp in 11, together in {len(runs)}; of {len(runs)}, profiles fitted to them" in line
+    fresh = evidence.unseen()
+    new = sum(0.8 <= run.ratio(fresh[run]) <= 1.25 for run in runs)
+    assert f"predict {close} within 25%, and those fitted to other sources {new}" in line
+    copies = Layout(4096, dp=16, tp=2, zero=1, zero_replicas=2)
+    evidence.print_evidence((TUNED,), PRESETS["llama3-8b"], copies, MACHINES["H100"])
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == "  no run in our tables of published ones has copies: for that, only formulas speak"
+    assert "of dense models, like this one: tp in 50; of 50, " in second
     evidence.print_evidence((TUNED,), PRESETS["llama3-8b"], Layout(4096, dp=8), MACHINES["H100"])
     assert "have all that this uses" in capsys.readouterr().out
-    assert evidence.unknown("megatron").startswith("ZeRO-3, fewer than 8 GPUs, recomputation, tp across nodes, GPUs")
+    had_none = "ZeRO-3, a second block (MTP), copies, fewer than 8 GPUs, latent attention, recomputation, tp across"
+    assert evidence.unknown("megatron").startswith(f"{had_none} nodes, GPUs")
 
 
 def test_published_runs_of_a_model_of_this_size(capsys):
@@ -267,7 +276,8 @@ def test_published_runs_of_a_model_of_this_size(capsys):
     evidence.print_evidence((TUNED,), replace(PRESETS["deepseek-v3"], mtp=1), layout, MACHINES["H800"])
     *_, line = capsys.readouterr().out.splitlines()
     theirs = "DeepSeek DualPipe, FP8 (2,048 H800, 2024), dp 128, pp 16, ep 64, ZeRO-1, 120 x 1"
-    assert line == f"  a model of this size: {theirs}: 46% MFU published, 45% by a profile fitted to it, too"
+    reached = "46% MFU published, 45% by a profile fitted to it, 63% by one that is not"
+    assert line == f"  a model of this size: {theirs}: {reached}; by our formula it needs 206 GB: it does not fit here"
     assert not evidence.of_the_same_size(PRESETS["smollm-135m"], 8, "H100")
     assert not evidence.of_the_same_size(replace(PRESETS["deepseek-v3"], experts=0), 2048, "H800")
     found = evidence.of_the_same_size(LLAMA, 128, "H100")

@@ -217,7 +217,7 @@ def test_neighbours_decide_one_thing_otherwise():
         shown.setdefault(name, []).append(value)
     tried = {plan.layout.tp for plan in best}
     mine = best[0].layout.tp
-    assert {mine / 2, 2 * mine} & tried == {*shown["tp"]} & {mine / 2, 2 * mine} and max(map(len, shown.values())) == 2
+    assert {mine / 2, 2 * mine} & tried == {*shown["tp"]} & {mine / 2, 2 * mine} and max(map(len, shown.values())) <= 3
 
 
 def test_what_a_number_of_copies_costs_is_what_its_times_say(capsys):
@@ -228,7 +228,8 @@ def test_what_a_number_of_copies_costs_is_what_its_times_say(capsys):
     first = best[0].layout
     ours = {each.name: times(LLAMA, first, H100, each).step for each in PROFILES.values()}
     plan_of = {value: plan for name, value, plan in explain.neighbours(best) if name == "zero_replicas"}
-    assert len(rows) == len(plan_of) == 2
+    assert len(rows) == len(plan_of) >= 2
+    assert first.zero_replicas == 1 or 1 in plan_of, "what it costs to have none"
     for row, (value, plan) in zip(rows, plan_of.items(), strict=True):
         costs = [times(LLAMA, plan.layout, H100, each).step / ours[each.name] - 1 for each in PROFILES.values()]
         words = explain.joined(f"{each + 0.0:+.0%}" for each in (min(costs), max(costs)))
