@@ -75,8 +75,10 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
 
     with hub_errors_in_one_line(f"{flag} {name}{'' if here else ', which is no file or folder here,'}"):
         if here:
-            _check_sizes(Path(name), f"{flag} {name}")
+            _check_sizes(Path(name), f"{flag} {name}", only_missing=True)
         result = _expressed(AutoConfig.from_pretrained(name, trust_remote_code=False), f"{flag} {name}")
+        if here:
+            _check_sizes(Path(name), f"{flag} {name}")
     try:
         result.check()
     except UsageError as error:
@@ -84,7 +86,7 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
     return result
 
 
-def _check_sizes(path: Path, what: str) -> None:
+def _check_sizes(path: Path, what: str, only_missing: bool = False) -> None:
     """Raise UsageError if a file lacks a size of the model, for which transformers would take one of another model.
 
     What is no configuration of a type that we know, is told by transformers and `_expressed`.
@@ -96,7 +98,7 @@ def _check_sizes(path: Path, what: str) -> None:
     if not isinstance(values, dict) or values.get("model_type") not in TYPES:
         return
     for key in (HUGGINGFACE_NAMES[name] for name in ("vocab", "hidden", "layers", "heads", "ffn")):
-        if not isinstance(values.get(key), int) or values[key] < 1:
+        if key not in values or not only_missing and (not isinstance(values[key], int) or values[key] < 1):
             raise UsageError(f"{what} needs a whole number above 0 for {key}, which is {values.get(key, 'missing')}")
 
 

@@ -74,7 +74,7 @@ def test_it_says_whose_measurements_it_stands_on(folder):
     alone = write.evidence((PROFILES["fsdp"],), grid.Grid({}, [], 0, [], {}, {}, None))
     assert (
         "that of one profile" in alone
-        and "fewer than 8 GPUs, interleaving, tp across nodes, GPUs other than A100, H100." in alone
+        and "fewer than 8 GPUs, interleaving, latent attention, tp across nodes, GPUs other than A100, H100." in alone
         and "in the range" not in alone
     )
 
