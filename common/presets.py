@@ -75,10 +75,8 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
 
     with hub_errors_in_one_line(f"{flag} {name}{'' if here else ', which is no file or folder here,'}"):
         if here:
-            _check_sizes(Path(name), f"{flag} {name}", only_missing=True)
-        result = _expressed(AutoConfig.from_pretrained(name, trust_remote_code=False), f"{flag} {name}")
-        if here:
             _check_sizes(Path(name), f"{flag} {name}")
+        result = _expressed(AutoConfig.from_pretrained(name, trust_remote_code=False), f"{flag} {name}")
     try:
         result.check()
     except UsageError as error:
@@ -86,19 +84,12 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
     return result
 
 
-def _check_sizes(path: Path, what: str, only_missing: bool = False) -> None:
-    """Raise UsageError if a file lacks a size of the model, for which transformers would take one of another model.
-
-    What is no configuration of a type that we know, is told by transformers and `_expressed`.
-    """
-    try:
-        values = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if not isinstance(values, dict) or values.get("model_type") not in TYPES:
-        return
+def _check_sizes(path: Path, what: str) -> None:
+    """Raise UsageError if a file lacks a size of the model, for which transformers would take one of another model."""
+    values = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
     for key in (HUGGINGFACE_NAMES[name] for name in ("vocab", "hidden", "layers", "heads", "ffn")):
-        if key not in values or not only_missing and (not isinstance(values[key], int) or values[key] < 1):
+        ours = values.get("model_type") in TYPES  # `_expressed` tells what is not
+        if ours and (not isinstance(values.get(key), int) or values[key] < 1):
             raise UsageError(f"{what} needs a whole number above 0 for {key}, which is {values.get(key, 'missing')}")
 
 
@@ -106,19 +97,13 @@ def _expressed(theirs, what: str) -> ModelConfig:
     """The shape that a configuration of transformers describes. Raises UsageError for what changes the computation, be
     it in training only, and is not in this decoder.
     """
-    expressible = {
-        "model_type": TYPES,
-        "hidden_act": ("silu",),
-        "is_causal": (None, True),
-    }
+    expressible = {"model_type": TYPES, "hidden_act": ("silu",), "is_causal": (None, True)}
     expressible |= dict.fromkeys(("attention_bias", "mlp_bias", "use_qk_norm", "is_heterogeneous"), (None, False))
     expressible |= dict.fromkeys(("attention_dropout", "router_jitter_noise"), (None, 0))
     expressible |= {"sliding_window": (None,), "tie_word_embeddings": (True, False)}  # not every version looks
     for key, values in expressible.items():
         if getattr(theirs, key, None) not in values:
-            words = (
-                "; a plan can do with a config.json of its sizes that says llama, without what is its own, as QK norm"
-            )
+            words = "; a plan can do with a config.json of its sizes that says llama, without QK norm and the like"
             hint = words if key == "model_type" else ""
             raise UsageError(f"{what} has {key} {getattr(theirs, key, None)}, which this decoder does not have{hint}")
     values = {ours: getattr(theirs, key, None) for ours, key in HUGGINGFACE_NAMES.items()}

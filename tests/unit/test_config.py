@@ -183,7 +183,7 @@ NOT_LLAMA = [  # what is wrong in a file, and what the line says
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "has rope_parameters {'type': 'linear'"),
     ({"rope_scaling": SCALING | {"low_freq_factor": 4}}, "has rope_parameters {'factor': 8.0"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "cannot be read ("),
-    ({"hidden_size": "32"}, "cannot be read (Validation error for field 'hidden_size': TypeError"),
+    ({"hidden_size": "32"}, "needs a whole number above 0 for hidden_size, which is 32"),
     ({"hidden_size": 0}, "needs a whole number above 0 for hidden_size, which is 0"),
     ({"num_key_value_heads": 5}, "--kv-heads 5 does not divide --heads 32"),
     ({"num_attention_heads": None}, ""),
