@@ -105,7 +105,9 @@ class Hunt(Lab):
             return Verdict(place, (said, f"fix: not yet. On a training that you have not seen, {wrong}."))
         if looked and place < 0.5:
             place, said = self._grade_repair(folder, bug, place, said)
-        return Verdict(place + 0.5, (said, "fix: right. A training that you have not seen agrees with one process."))
+        return Verdict(
+            place + 0.5, (said, "fix: right. A training that you have not seen agrees with that of the right code.")
+        )
 
     def _grade_repair(self, folder: Path, bug: Bug, place: float, said: str) -> tuple[float, str]:
         """What a place is worth that is not ours, and a sentence about it, as the repair works.

@@ -24,7 +24,7 @@ def test_a_change_holds_for_one_submission_alone(tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     pristine, seen = checkout.packed(tmp_path / "project"), []
 
-    def changes(copy, scratch, labs, limits):
+    def changes(copy, scratch, labs, limits, before):
         seen.append((copy / "checks.py").read_text())
         for path in (tmp_path / "tmp").rglob("checks.py"):
             path.write_text("right = 0\n")

@@ -13,7 +13,7 @@ from tests.labs.test_course import TABLE, TYPES, student
 
 def test_the_result_of_one_student(tmp_path, monkeypatch):
     """Gradescope wants a file in any case: also of what is no submission, or of nothing."""
-    monkeypatch.setattr(checkout, "_run", lambda copy, scratch, labs, limits: [Checked(labs[0]["id"], score=1.0)])
+    monkeypatch.setattr(checkout, "_run", lambda copy, scratch, labs, *_: [Checked(labs[0]["id"], score=1.0)])
     monkeypatch.setattr(checkout.OURS, "begin", lambda: None)
     (tmp_path / "nothing").mkdir()
     monkeypatch.setattr(grade, "clean_checkout", lambda: checkout.packed(tmp_path / "nothing"))

@@ -82,9 +82,10 @@ def test_ranks_of_an_experiment_end_with_it(exits, threads, monkeypatch):
 
 
 def test_ranks_of_a_check_end_with_it(exits, threads, monkeypatch, tmp_path):
-    monkeypatch.setattr(lab_ranks, "lab", refuse)
+    monkeypatch.setattr(lab_ranks, "give_up_rights", lambda: None)
+    monkeypatch.setattr(lab_ranks.giving, "prepared", refuse)
     with contextlib.suppress(Ended):
-        lab_ranks._rank(0, str(tmp_path), "write-01-a", "file.py", [])
+        lab_ranks._rank(0, str(tmp_path), "file.py", [], "write-01-a", "step01_single_gpu.labs", (), {})
     ((target, arguments),) = threads
     alive = [True, True, False]
     parent = SimpleNamespace(is_alive=lambda: alive.pop(0))

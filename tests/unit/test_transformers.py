@@ -232,7 +232,7 @@ REFUSED = [  # a weight or a file, what it becomes (None: it is missing), and wo
     (UNKNOWN, torch.ones(2, 2), f"{UNKNOWN} is (2, 2), that of --model is None"),
     ("model.safetensors", b"x" * 100, "cannot be read ("),
     ("model.safetensors", None, "cannot be read (it holds no .safetensors files"),
-    ("config.json", b"{", "cannot be read (It looks like the config"),
+    ("config.json", b"{", "cannot be read (Expecting property name"),
 ]
 
 
