@@ -153,12 +153,15 @@ def of_experts(ledger: Ledger, model: ModelConfig, layout: Layout, size: LayerSi
     ledger.linear("experts: gate", gate, {by_gate: rows}, ["gradient of experts.gate", "experts.input"])
     ledger.add_up("experts: gate", [gate])
     ledger.event("experts: their sum", {of_input: rows}, [by_up, by_gate])
+    sent = f"{of_input}, in order"
     if away:
-        ledger.event("experts: rows in order", {f"{of_input}, in order": rows}, [of_input])
-        ledger.event("experts: rows travel", {of_input: rows}, [f"{of_input}, in order"], filled=[of_input])
+        ledger.event("experts: rows in order", {sent: rows}, [of_input])
+        ledger.event("experts: rows travel", {of_input: rows}, filled=[of_input, sent])
     added = [of_input]  # to one gradient of the layer's tokens
-    if model.shared_experts:
+    if model.shared_experts:  # which compute while rows travel
         added.append(swiglu(ledger, model, layout, size, model.shared_experts * model.expert_ffn, shared=True))
+    if away:
+        ledger.event("experts: rows have travelled", releases=[sent])
     result = "gradient of the copied tokens"
     copies = {"rows, wide": ratio * rows, "their sum, wide": size.wide} if size.narrow else {}
     total = {result: size.stream}  # rounded when the wide rows are gone

@@ -163,9 +163,12 @@ class RankParameters:
         return sorted(result, key=lambda unit: unit.begun)
 
     def _turn(self, number: int) -> tuple:
-        """What sorts the numbers of parameters into the order in which their gradients come."""
+        """What sorts the numbers of parameters into the order in which their gradients come.
+
+        That is the reverse order of the forward, in which shared experts compute before those that tokens travel to.
+        """
         one = self.parameters[number]
-        return one.late, -one.region, -one.turn, -number
+        return one.late, -one.region, -one.turn, not one.expert, -number
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
