@@ -13,6 +13,7 @@ from step08_5d.planning.memory import layer, second_block
 from step08_5d.planning.memory.kept import tensors_of_layer
 from step08_5d.planning.memory.layer import INPUT, MIDDLE, OUTPUT
 from step08_5d.planning.memory.ledger import Ledger, Linear
+from step08_5d.planning.memory.rank_parameters import parameters_of_rank
 from step08_5d.planning.memory.walks import layer_ledger
 
 LLAMA, MIXTRAL, DEEPSEEK = (PRESETS[name] for name in ("llama3-8b", "mixtral-8x7b", "deepseek-v3-like"))
@@ -61,6 +62,19 @@ def test_so_does_latent_attention(layout, recompute):
     whole += [f"{name}.rsqrt" for name in ("enorm", "hnorm", "shared_head.norm")]
     left = {*whole, "gradient of the last layer's output"}
     assert set(ledger.tensors) - {"output", "narrow input"} == left and ledger.stored == 16 + 4 + 1
+
+
+def test_shared_experts_compute_while_rows_travel():
+    """So their gradients come after those of all others, and both buffers of the all-to-all are there meanwhile."""
+    matrix, rows = DEEPSEEK.hidden * DEEPSEEK.expert_ffn, DEEPSEEK.top_k * 4096 * DEEPSEEK.hidden * 2
+    sizes = [unit.size for unit in parameters_of_rank(DEEPSEEK, Layout(4096), 0).units]  # head, last norm, last layer
+    assert sizes[2:8] == [DEEPSEEK.experts * matrix] * 3 + [DEEPSEEK.shared_experts * matrix] * 3
+    for ranks, buffers in ((1, 0), (4, 2)):
+        ledger = layer_ledger(DEEPSEEK, Layout(4096, dtype="bfloat16", dp=ranks, ep=ranks), True)
+        order = [entry.name.split(":")[0] == "experts" for entry in ledger.entries if ", added up" in entry.name]
+        assert order[:6] == [True] * 3 + [False] * 3
+        sent = {entry.communication for entry in ledger.entries if entry.name.startswith("shared.")}
+        assert sent == {buffers * rows}
 
 
 @pytest.mark.parametrize("tp", [1, 4])
