@@ -87,9 +87,10 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
 def _check_sizes(path: Path, what: str) -> None:
     """Raise UsageError if a file lacks a size of the model, for which transformers would take one of another model."""
     values = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    if values.get("model_type") not in TYPES:
+        return  # which `_expressed` tells
     for key in (HUGGINGFACE_NAMES[name] for name in ("vocab", "hidden", "layers", "heads", "ffn")):
-        ours = values.get("model_type") in TYPES  # `_expressed` tells what is not
-        if ours and (not isinstance(values.get(key), int) or values[key] < 1):
+        if not isinstance(values.get(key), int) or values[key] < 1:
             raise UsageError(f"{what} needs a whole number above 0 for {key}, which is {values.get(key, 'missing')}")
 
 

@@ -48,8 +48,8 @@ def best_rows(folder: Path) -> dict[tuple[str, int], list[dict]]:
     for path in sorted(folder.glob("scores*.jsonl")):
         rows = kept(path)
         if odd := [row for row in rows if not is_score(row) and is_score(row | {"speed": 1.0})]:
-            print(f"warning: {path.name}: {odd[0].get('speed')!s:.20} tokens/s is left out: no machine has that",
-                  file=sys.stderr)  # fmt: skip
+            speed = str(odd[0].get("speed"))[:20]
+            print(f"warning: {path.name}: {speed} tokens/s is left out: no machine has that", file=sys.stderr)
         for row in filter(is_score, rows):
             key = row["lab"], row["variant"], _person(row)
             if key not in best or row["speed"] > best[key]["speed"]:

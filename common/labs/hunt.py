@@ -58,11 +58,11 @@ def handout(story: str, before: str, note: str = "") -> str:
 
 @dataclass(frozen=True)
 class Bug:
-    """One variant. The trainings of a pair must agree: first one that is right, then one that the bug changes."""
+    """One variant. What is seen must agree: first a training that is right, then one that the bug changes."""
 
     edits: tuple[Edit, ...]
     seen: tuple[Launch, Launch]  # what the lab tells the student to run
-    unseen: tuple[Launch, Launch]  # what grades the fix
+    unseen: Launch  # what grades the fix
     why: str  # what goes wrong, and why no one noticed
     source: str  # who shipped it, with the address, or NOBODY
 
@@ -191,7 +191,7 @@ class Hunt(Lab):
         for root in (ROOT, folder):  # the same training; when the second one runs, what ours has written is gone
             with tempfile.TemporaryDirectory(prefix="hunt-", ignore_cleanup_errors=True) as runs:
                 try:
-                    records += train([(bug.unseen[1], root)], Path(runs), SMALL, theirs=root != ROOT)
+                    records += train([(bug.unseen, root)], Path(runs), SMALL, theirs=root != ROOT)
                 except UsageError as error:
                     return str(error)
         return first_difference(*records, TOLERANCE) or sends_less(*records)

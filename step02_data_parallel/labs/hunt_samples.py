@@ -11,7 +11,7 @@ ONE = Launch("step01_single_gpu/train.py")
 SAME_SAMPLES = Bug(
     edits=(Edit(BATCHES, "first = (index * size + rank) * micro_batch", "first = index * size * micro_batch"),),
     seen=(ONE, Launch(TRAIN, "", 2)),
-    unseen=(ONE, Launch(TRAIN, "--micro-batch 1 --dp-mode overlap", 3)),
+    unseen=Launch(TRAIN, "--micro-batch 1 --dp-mode overlap", 3),
     why="All ranks take the rows of rank 0. Curves look healthy, as nothing is wrong with the gradients of what is "
     "seen; but half of the data never is, and two ranks compute the same twice.",
     source="rbyte, whose loader drew the same samples on every rank, until two ranks were seen to "
@@ -29,7 +29,7 @@ LAST_ONLY = Bug(
         ),
     ),
     seen=(ONE, Launch(TRAIN, "", 2)),
-    unseen=(ONE, Launch(TRAIN, "--micro-batch 2 --bucket-mb 0.02", 3)),
+    unseen=Launch(TRAIN, "--micro-batch 2 --bucket-mb 0.02", 3),
     why="Buckets start over at every micro-batch instead of once per step: the next gradient overwrites the sum, and "
     "only the last micro-batch is reduced. The losses are added up elsewhere, so the first one is right.",
     source="NeMo Automodel, in a pipeline (https://github.com/NVIDIA-NeMo/Automodel/pull/3530): only "
@@ -46,7 +46,7 @@ AVERAGED = Bug(
         ),
     ),
     seen=(ONE, Launch(TRAIN, "", 2)),
-    unseen=(ONE, Launch(TRAIN, "--micro-batch 1 --dp-mode naive", 3)),
+    unseen=Launch(TRAIN, "--micro-batch 1 --dp-mode naive", 3),
     why="The sum over ranks is divided by their number, but each rank's loss is its share of the mean over the whole "
     "batch already: the mean is taken twice. Adam divides the factor away, and clipping may hide it; the norm shows "
     "it.",

@@ -17,7 +17,7 @@ STALE_KEYS = Bug(
         ),
     ),
     seen=(ONE, Launch(TRAIN, "--cp 2", 2)),
-    unseen=(ONE, Launch(TRAIN, "--cp 3 --cp-split striped", 3)),
+    unseen=Launch(TRAIN, "--cp 3 --cp-split striped", 3),
     why="In the backward, keys and values travel round the ring once more, but what arrives is never used: every hop "
     "computes with the rank's own keys again, and attributes the result to others. The forward is right, so the "
     "first loss is. No shape is wrong, nothing is NaN, and the model even learns.",
@@ -34,7 +34,7 @@ PART_POSITIONS = Bug(
         ),
     ),
     seen=(ONE, Launch(TRAIN, "--cp 2", 2)),
-    unseen=(ONE, Launch(TRAIN, "--cp 3 --cp-split striped", 3)),
+    unseen=Launch(TRAIN, "--cp 3 --cp-split striped", 3),
     why="Rotary embeddings get the positions that a contiguous part would have, while the zigzag gives every rank "
     "two chunks. Tokens are rotated by angles of other places. It is right with --cp-split contiguous.",
     source="we know of no public report of this very bug. NeMo Automodel's rotary embedding ignored "
@@ -50,7 +50,7 @@ UNWEIGHTED = Bug(
         ),
     ),
     seen=(ONE, Launch(TRAIN, "--cp 2", 2)),
-    unseen=(ONE, Launch(TRAIN, "--cp 3 --cp-split contiguous", 3)),
+    unseen=Launch(TRAIN, "--cp 3 --cp-split contiguous", 3),
     why="Each block of keys has its own softmax. When a further block arrives, what was computed so far must shrink "
     "to its share of the larger sum. Here only the new block is weighted, and attention's weights add up to more "
     "than one.",

@@ -7,157 +7,18 @@ from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, sends_at_most
 from common.labs.seen import Notes
 from common.labs.write import Expected, WriteLab, page
-
-
-class Steep(Case):
-    """A case with scores of some thousand, whose exponentials no float64 can hold."""
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}, with scores of some thousand"
-
-
-def _drawn(case: Case) -> list[Tensor]:
-    """q, k, v and the gradient of the output, of the whole sequence."""
-    random = torch.Generator().manual_seed(case.seed)
-    q, *others = torch.randn(4, case.tokens, case.width, generator=random, dtype=torch.float64)
-    return [q * (1000 if isinstance(case, Steep) else 1), *others]
-
-
-def _places(case: Case, rank: int) -> Tensor:
-    """The positions of a rank's tokens, in zigzag."""
-    parts = torch.arange(case.tokens).chunk(2 * case.ranks)
-    return torch.cat((parts[rank], parts[-1 - rank]))
-
-
-def _attend(case: Case, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Causal attention by its definition, to keys that are `seen` (queries, keys): output, and log-sum-exp."""
-    scores = q @ k.T * case.width**-0.5
-    causal = torch.ones_like(scores, dtype=torch.bool).tril()
-    scores = scores.masked_fill(~(causal if seen is None else seen), -torch.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
-
-
-STEEP = (
-    "exp(score) alone is infinite, or 0, where scores are large: subtract the lse of the keys so far and these first."
-)
-EMPTY_ROW = "a row of -inf has no softmax: does `block` return queries that see no key?"
+from step06_context_parallel.labs.rings import Steep, attention, drawn, places
+from step06_context_parallel.labs.wrong_attention import expect_attention, seen_by
 
 # ---- write-06-a: forward ---------------------------------------------------------------------------------------------
 
 
-def _seen(case: Case, rank: int, sign: int = -1, before: str = "all early", after: str = "late all") -> Tensor:
-    """Which keys a rank's queries see (tokens, tokens) if its own block is right, and perhaps nothing else.
-
-    Args:
-        sign: keys that arrive in hop h are taken for those of rank + sign * h.
-        before, after: which half of my queries sees which half of the keys of an earlier rank, and of a later one.
-    """
-    half = case.tokens // case.ranks // 2
-    halves = {"all": slice(None), "early": slice(0, half), "late": slice(half, None)}
-    mine, seen = _places(case, rank), torch.ones(case.tokens, case.tokens, dtype=torch.bool).tril()
-    for hop in range(1, case.ranks):
-        theirs, source = _places(case, (rank - hop) % case.ranks), (rank + sign * hop) % case.ranks
-        queries, keys = (halves[each] for each in (before if source < rank else after).split())
-        seen[mine[:, None], theirs] = False
-        seen[mine[queries][:, None], theirs[keys]] = True
-    return seen
-
-
 def attend(student, case: Case, rank: int) -> dict[str, Tensor]:
-    mine = _places(case, rank)
+    mine = places(case, rank)
     student.WIDTH, student.TOKENS = case.width, case.tokens
-    q, k, v = (each[mine].clone() for each in _drawn(case)[:3])
+    q, k, v = (each[mine].clone() for each in drawn(case)[:3])
     out, lse = student.forward(q, k, v)
     return {"lse": lse, "out": out}
-
-
-def expect_attention(case: Case) -> list[Expected]:
-    q, k, v, _ = _drawn(case)
-    out, lse = _attend(case, q, k, v)
-    place, found, infinite = torch.arange(case.tokens), [], STEEP if isinstance(case, Steep) else EMPTY_ROW
-    source = torch.empty_like(place)
-    for rank in range(case.ranks):
-        source[_places(case, rank)] = rank
-    for rank in range(case.ranks):
-        mine = _places(case, rank)
-        causal, own = place[:, None] >= place, (source == rank)[None, :]
-
-        def of(seen: Tensor, mine=mine, q=q, k=k, v=v) -> dict[str, Tensor]:
-            wrong = _attend(case, q, k, v, seen)
-            return {"lse": wrong[1][mine], "out": wrong[0][mine]}
-
-        merged = torch.zeros_like(out[mine])  # blocks added up, each with a softmax of its own
-        kept = torch.zeros_like(merged)  # blocks weighted when they come, and not when further ones do
-        total = merged.new_full((len(mine),), -torch.inf)
-        last, blocks = (
-            total.clone(),
-            torch.zeros_like(total),
-        )  # sums of the last block that a query saw; how many it saw
-        for hop in range(case.ranks):
-            block, sums = _attend(case, q, k, v, causal & (source == (rank - hop) % case.ranks))
-            block, sums = torch.nan_to_num(block[mine]), sums[mine]
-            merged += block
-            total = torch.logaddexp(total, sums)
-            last = torch.where(sums.isneginf(), last, sums)
-            blocks += sums.isfinite()
-            kept += block * (sums - total).exp()[:, None]
-        empty = torch.full_like(total, -torch.inf)
-        stay = torch.cat([mine] * case.ranks)[torch.cat([_places(case, each) for each in range(case.ranks)]).argsort()]
-        mistakes = {
-            "blocks were averaged over all hops: a block's weight is the share of its exponentials in those of all "
-            "blocks, and `lse` is what tells it.": {"out": merged / case.ranks, "lse": empty},
-            "blocks were averaged: a block's weight is the share of its exponentials in those of all blocks, and `lse` "
-            "is what tells it.": {"out": merged / blocks[:, None], "lse": empty},
-            "`lse` is still -inf: write each block's new sum into `lse[queries]`, for the next block.": {"lse": empty},
-            "`lse` is the sum of exponentials, and should be its logarithm.": {"lse": lse[mine].exp()},
-            "query i does not see key i, its own: within your own block, mask what is above the diagonal, triu(1).": (
-                of(causal & ~torch.eye(case.tokens, dtype=torch.bool))
-            ),
-            "values have come around the ring, and keys were the rank's own in every hop.": of(causal, k=k[stay]),
-            "keys have come around the ring, and values were the rank's own in every hop.": of(causal, v=v[stay]),
-            "what came around the ring was never used: keys and values were the rank's own in every hop.": (
-                of(causal, k=k[stay], v=v[stay])
-            ),
-            "these queries have seen the rank's own keys only. The others must come around the ring.": of(causal & own),
-            "queries see keys that come after them. Is the rank's own block masked?": of(causal | own),
-            "every query sees every key: which keys come before a query depends on both ranks' parts.": of(
-                causal | True
-            ),
-            "blocks were added, each with weights that sum to 1: together, all keys' weights must sum to 1.": (
-                {"out": merged}
-            ),
-            "a new block gets its share, but the output so far keeps the weights that it had among fewer keys.": (
-                {"out": kept}
-            ),
-            "only one block's exponentials are in this sum: those of all blocks that a query sees must be added up.": (
-                {"lse": last}
-            ),
-            "scores are q · k times WIDTH**-0.5, and the factor is missing.": of(causal, q=q * case.width**0.5),
-            "keys were taken for those of another rank. Messages go to the next rank: where did keys start that have "
-            "come h hops?": of(_seen(case, rank, sign=1)),
-            "the wrong halves meet. A smaller rank's first half comes before all of my queries; only my second half "
-            "comes after a larger rank's keys.": [
-                of(_seen(case, rank, before="all late")),
-                of(_seen(case, rank, after="early all")),
-                of(_seen(case, rank, before="all late", after="early all")),
-                of(_seen(case, rank, before="late all", after="all early")),
-            ],
-            "my second half saw one half of a larger rank's keys. It comes after both.": [
-                of(_seen(case, rank, after="late late")),
-                of(_seen(case, rank, after="late early")),
-            ],
-            "one of my halves saw a smaller rank's first half of keys. Both come after it.": [
-                of(_seen(case, rank, before="late early")),
-                of(_seen(case, rank, before="early early")),
-            ],
-            "halves saw halves of their own kind alone. But my first half comes after none of a larger rank's keys, "
-            "and my second half comes after both halves of them.": [
-                of(_seen(case, rank, before="early early", after="late late")),
-                of(_seen(case, rank, before="late early", after="late late")),
-            ],
-        }
-        found.append(Expected.of({"lse": lse[mine], "out": out[mine]}, mistakes, infinite=infinite))
-    return found
 
 
 def judge_attention(case: Case, rank: int, notes: Notes):
@@ -176,10 +37,10 @@ def judge_attention(case: Case, rank: int, notes: Notes):
 
 
 def differentiate(student, case: Case, rank: int) -> dict[str, Tensor]:
-    mine = _places(case, rank)
+    mine = places(case, rank)
     student.WIDTH, student.TOKENS = case.width, case.tokens
-    whole = _drawn(case)
-    out, lse = _attend(case, *whole[:3])
+    whole = drawn(case)
+    out, lse = attention(case, *whole[:3])
     q, k, v, dout = (each[mine].clone() for each in whole)
     return dict(zip(("dq", "dk", "dv"), student.backward(dout, q, k, v, out[mine], lse[mine])))
 
@@ -191,7 +52,7 @@ def _backward(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict
     dp, p, p_of_block = dout @ v.T, scores.softmax(-1), torch.zeros_like(scores)
     sums, sums_of_block, sums_of_both = (p * dp).sum(-1, keepdim=True), torch.zeros_like(p), torch.zeros_like(p)
     for rank in range(case.ranks):
-        keys = _places(case, rank)
+        keys = places(case, rank)
         p_of_block[:, keys] = torch.nan_to_num(scores[:, keys].softmax(-1))  # no key of this block: no weight
         sums_of_block[:, keys] = (p * dp)[:, keys].sum(-1, keepdim=True)
         sums_of_both[:, keys] = (p_of_block * dp)[:, keys].sum(-1, keepdim=True)
@@ -199,7 +60,7 @@ def _backward(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict
 
     turned = torch.zeros_like(causal)  # what every rank's queries see if keys are taken for those of another rank
     for rank in range(case.ranks):
-        turned[_places(case, rank)] = _seen(case, rank, sign=1)[_places(case, rank)]
+        turned[places(case, rank)] = seen_by(case, rank, sign=1)[places(case, rank)]
     total = scores.logsumexp(-1, keepdim=True)
     p_turned = ((q @ k.T * case.width**-0.5) - total).exp() * turned
 
@@ -234,13 +95,13 @@ def _backward(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict
 
 def _left_behind(case: Case, own: list[tuple[Tensor, ...]], rank: int) -> dict[str, list[dict[str, Tensor]]]:
     """dk and dv of a rank if they do not travel, or are written over; `own` are those of each rank's queries alone."""
-    stays = [sum(each[_places(case, source)] for source in range(case.ranks)) for each in own[rank]]
+    stays = [sum(each[places(case, source)] for source in range(case.ranks)) for each in own[rank]]
     last = [torch.zeros_like(each) for each in stays]
     for hop in range(case.ranks):
         guest = (rank + hop) % case.ranks  # at which my keys are
         seen = slice(0, len(stays[0]) // 2 if guest > rank else None)
         for written, each in zip(last, own[guest]):
-            written[seen] = each[_places(case, rank)][seen]
+            written[seen] = each[places(case, rank)][seen]
     return {
         "keys and values travel on, but the gradients stayed: each rank has added up what belongs to others' keys. "
         "Pass all four on.": [dict(zip(("dk", "dv"), stays))],
@@ -250,18 +111,18 @@ def _left_behind(case: Case, own: list[tuple[Tensor, ...]], rank: int) -> dict[s
 
 
 def expect_gradients(case: Case) -> list[Expected]:
-    *inputs, dout = _drawn(case)
+    *inputs, dout = drawn(case)
     q, k, v = (each.requires_grad_() for each in inputs)
-    out, _ = _attend(case, q, k, v)
+    out, _ = attention(case, q, k, v)
     whole = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
     in_softmax = _backward(case, q.detach(), k.detach(), v.detach(), dout)
     found, parts = [], []  # of the queries of one rank
     for rank in range(case.ranks):
         mask = torch.zeros(case.tokens, 1, dtype=torch.float64)
-        mask[_places(case, rank)] = 1
+        mask[places(case, rank)] = 1
         parts.append(torch.autograd.grad(out, (k, v), dout * mask, retain_graph=True))
     for rank in range(case.ranks):
-        mine = _places(case, rank)
+        mine = places(case, rank)
 
         def named(gradients, mine=mine) -> dict[str, Tensor]:
             return {name: each[mine] for name, each in zip(("dq", "dk", "dv"), gradients)}
@@ -269,7 +130,7 @@ def expect_gradients(case: Case) -> list[Expected]:
         stay = "only the rank's own queries have contributed: dk and dv travel with their keys."
         unscaled = {name: each * case.width**0.5 for name, each in named(whole).items() if name != "dv"}
         scale = "the scores were multiplied by WIDTH**-0.5; so is the way back."
-        guest = _places(case, (rank + 1) % case.ranks)
+        guest = places(case, (rank + 1) % case.ranks)
         mistakes = {
             stay: {name: each[mine] for name, each in zip(("dk", "dv"), parts[rank])},
             scale: unscaled,

@@ -20,7 +20,7 @@ AVERAGED = Bug(
         ),
     ),
     seen=(ONE, Launch(TRAIN, "--experts 4 --ep 2", 2)),
-    unseen=(ONE, Launch(TRAIN, "--experts 4 --ep 2 --micro-batch 1 --zero 1", 4)),
+    unseen=Launch(TRAIN, "--experts 4 --ep 2 --micro-batch 1 --zero 1", 4),
     why="An expert has seen the tokens of all ranks that sent it some, so its gradient is complete: it is a sum of "
     "shares of the mean like every other one. Dividing it by the number of ranks makes it too small by that factor. "
     "Adam divides the factor away again.",
@@ -39,7 +39,7 @@ ROUTER_APART = Bug(
         ),
     ),
     seen=(ONE, Launch(TRAIN, "--experts 4 --tp 2", 2)),
-    unseen=(ONE, Launch(TRAIN, "--experts 4 --tp 2 --ep 2 --micro-batch 2", 4)),
+    unseen=Launch(TRAIN, "--experts 4 --tp 2 --ep 2 --micro-batch 2", 4),
     why="Under sequence parallelism a rank's router sees a part of the tokens, so its gradient is a partial sum. "
     "Without the sum over tp every rank updates its copy by its own part: routers drift apart. The forward of step 0 "
     "is right.",
@@ -57,7 +57,7 @@ WRONG_WAY_HOME = Bug(
         ),
     ),
     seen=(ONE, Launch(TRAIN, "--experts 4 --ep 2", 2)),
-    unseen=(Launch(TRAIN, "--experts 8"), Launch(TRAIN, "--experts 8 --ep 2 --micro-batch 1", 4)),
+    unseen=Launch(TRAIN, "--experts 8 --ep 2 --micro-batch 1", 4),
     why="Rows that arrive are sorted by expert, and must be put back into the order of their arrival before they are "
     "sent home. The order is a permutation; its inverse leads back. Applied twice instead, it leads elsewhere, "
     "except where it is its own inverse: tokens get the outputs of others.",

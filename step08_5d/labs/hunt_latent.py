@@ -22,7 +22,7 @@ WEIGHTS_APART = Bug(
         ),
     ),
     seen=(ONE, Launch(TRAIN, f"{LATENT} --tp 2", 2)),
-    unseen=(ONE, Launch(TRAIN, f"{LATENT} --tp 2 --pp 2", 4)),
+    unseen=Launch(TRAIN, f"{LATENT} --tp 2 --pp 2", 4),
     why="With sequence parallelism a rank makes the latents of its own tokens, so the gradients of both "
     "down-projections are partial sums over tp. Norms are summed over tp here, and linear layers that nobody has cut "
     "are not. The shape of each gradient is right, and so is the first loss. Each rank then updates a copy of its "
@@ -40,7 +40,7 @@ KEY_OF_OWN_HEADS = Bug(
         ),
     ),
     seen=(ONE, Launch(TRAIN, f"{LATENT} --tp 2 --no-sequence-parallel", 2)),
-    unseen=(ONE, Launch(TRAIN, f"{LATENT} --tp 2 --no-sequence-parallel --pp 2", 4)),
+    unseen=Launch(TRAIN, f"{LATENT} --tp 2 --no-sequence-parallel --pp 2", 4),
     why="Without sequence parallelism every rank has the whole latent and the whole rotated key, but each uses them "
     "for its own heads. So both gradients are partial sums over tp. The operator that adds them up stands around the "
     "latent alone, so the rows of the down-projection that make the rotated key learn from one rank's heads. The "
@@ -60,7 +60,7 @@ OWN_SLICE = Bug(
         ),
     ),
     seen=(ONE, Launch(TENSOR, f"{LATENT} --tp 2", 2)),
-    unseen=(ONE, Launch(TENSOR, f"{LATENT} --tp 2 --tp-mode chunked --zero 1 --micro-batch 2", 4)),
+    unseen=Launch(TENSOR, f"{LATENT} --tp 2 --tp-mode chunked --zero 1 --micro-batch 2", 4),
     why="The forward gathers the sequence, and the backward takes the rank's own tokens out of the gradient. But "
     "what was gathered is used for the rank's own heads, so each rank has a summand of this gradient for all tokens, "
     "and those of the other ranks are dropped. It takes a reduce-scatter. Layers whose product overlaps with their "

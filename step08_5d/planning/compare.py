@@ -81,7 +81,7 @@ def show(options: Namespace) -> None:
         title = f"{options.model}, {options.gpu}, {options.global_batch} x {options.seq_len:,} tokens a step"
         header = ("layout", "GPUs", "MFU", "s", "GB held", f"sent: {SENT[0]}", *SENT[1:], *waits(ends))
         print_table(f"predicted, {span_of(ends)}: {title}", header, rows)
-        print(f"  sent: GB of a rank in a step, in a stage in the middle\n  {WAITS}")
+        print(f"  sent: GB of a rank in a step, in a stage in the middle that has the mean number of layers\n  {WAITS}")
         if machine.float8:
             print(f"  {MFU}{FLOAT8}")
         print_copies(layouts)

@@ -64,7 +64,7 @@ class Candidate(NamedTuple):
         return sum(self.regrets.values()) / len(self.regrets)
 
     def sent(self, task: Task) -> tuple[float, float]:
-        """Bytes that a rank sends in a step, in a stage in the middle; and those of them that its card sends."""
+        """Bytes that a rank sends in a step, in a stage of the mean number of layers; and those that its card sends."""
         whole = far = 0.0
         for each in cost.messages(task.model, self.layout, ends=False, gradient=widest_gradient(task.profiles)):
             whole += each.bytes * each.count
@@ -164,10 +164,13 @@ def plans(task: Task) -> tuple[list[Candidate], Counter]:
     come first that send less between nodes. The best are also tried with every other number of copies.
     Raises UsageError if none fits: it says what comes nearest.
     """
-    found, misfits, room = {}, Counter(), task.machine.memory * MOST_FULL
+    found, misfits, tried, room = {}, Counter(), set(), task.machine.memory * MOST_FULL
 
     def attempt(some: Iterable[Layout]) -> None:
         for layout in some:
+            if layout in tried:
+                continue
+            tried.add(layout)
             held = held_up_to(room, task, layout)
             if sum(held.values()) <= room:
                 seconds = {each.name: times(task.model, layout, task.machine, each).step for each in task.profiles}
@@ -178,7 +181,7 @@ def plans(task: Task) -> tuple[list[Candidate], Counter]:
     attempt(layouts(task))
     if not found:
         raise UsageError(_why_nothing(task, room))
-    attempt(dict.fromkeys(each for each in _other_copies(_ordered(task, found)) if each not in found))
+    attempt(_other_copies(_ordered(task, found)))
     return _ordered(task, found), misfits
 
 

@@ -166,7 +166,7 @@ def test_each_lab_knows_how_many_bytes_are_enough(id):
 # ---- hunt ------------------------------------------------------------------------------------------------------------
 
 SEEN = Launch("seen.py", "right"), Launch("seen.py", "wrong")
-UNSEEN = Launch("unseen.py", "right"), Launch("unseen.py", "wrong")
+UNSEEN = Launch("unseen.py", "wrong")
 EDIT = Edit("common/labs/rules.py", "SLACK = 1.02", "SLACK = 1.2")
 
 
@@ -210,7 +210,7 @@ def record(*losses: float, norms=None):
 def test_a_fix_is_graded_on_the_training_that_nobody_has_seen(hunted):
     """Ours, as it is, on one side; the student's folder on the other."""
     verdict, trained = hunted(1.0)
-    assert verdict.passed and trained == [(UNSEEN[1], ROOT), (UNSEEN[1], hunted.folder)]
+    assert verdict.passed and trained == [(UNSEEN, ROOT), (UNSEEN, hunted.folder)]
     for loss in (1 + 3e-9, 1 - 3e-9, 2.0, math.nan, math.inf):
         verdict, _ = hunted(loss)
         assert verdict.score == 0.5 and "fix: not yet. On a training that you have not seen" in verdict.feedback[1]
@@ -223,7 +223,7 @@ def test_a_fix_is_graded_on_the_training_that_nobody_has_seen(hunted):
 def test_hunts_have_trainings_that_are_not_shown():
     for lab in all_labs().values():
         for bug in getattr(lab, "bugs", ()):
-            assert bug.unseen[1] not in bug.seen and bug.unseen[1].flags != bug.seen[1].flags, lab.id
+            assert bug.unseen not in bug.seen and bug.unseen.flags != bug.seen[1].flags, lab.id
 
 
 def test_the_first_difference():

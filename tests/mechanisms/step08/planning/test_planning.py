@@ -20,7 +20,7 @@ from step08_5d.planning.memory.backwards import in_flight
 from step08_5d.planning.memory.kept import kept
 from step08_5d.planning.memory.peak import at_least, memory, peak, states
 from step08_5d.planning.memory.rank_parameters import parameters_of_rank
-from step08_5d.planning.search import Task, command, flags, layouts, plans
+from step08_5d.planning.search import Task, _ordered, _other_copies, command, flags, layouts, plans
 from step08_5d.planning.stages import layers_of_ranks, ranges_of_rank, stage_sizes
 from step08_5d.planning.time.machines import MACHINES
 from step08_5d.planning.time.profiles import PROFILES, TUNED
@@ -179,13 +179,22 @@ def test_nothing_that_fits_is_left_out(case):
     """
     mine = task(*case)._replace(machine=H100._replace(memory=40e9), profiles=(TUNED,))
     found, misfits = plans(mine)
+    fits, steps = {}, {}
+
+    def attempt(layout) -> None:
+        if sum((held := memory(mine.model, layout)).values()) <= 0.9 * 40e9:
+            fits[layout], steps[layout] = held, times(mine.model, layout, mine.machine, TUNED).step
+
     every = {each: memory(mine.model, each) for each in layouts(mine)}
-    fitting = {each: held for each, held in every.items() if sum(held.values()) <= 0.9 * 40e9}
-    more = {plan.layout: plan.held for plan in found if plan.layout not in every}
-    assert {plan.layout: plan.held for plan in found} == fitting | more
+    for each in every:
+        attempt(each)
+    first = _ordered(mine, {each: (held, {"tuned": steps[each]}) for each, held in fits.items()})
+    more = {each for each in _other_copies(first) if each not in every}
+    for each in more:
+        attempt(each)
     assert all(each.zero and each._replace(zero_replicas=1) in every for each in more)
-    assert sum(misfits.values()) >= len(every) - len(fitting)
-    steps = {each: times(mine.model, each, mine.machine, TUNED).step for each in fitting | more}
+    assert {plan.layout: plan.held for plan in found} == fits
+    assert sum(misfits.values()) == len(every) + len(more) - len(fits)
     assert [plan.seconds["tuned"] for plan in found] == [steps[plan.layout] for plan in found]
     assert found[0].seconds["tuned"] <= 1.01 * min(steps.values())
     for layout, held in every.items():
