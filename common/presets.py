@@ -48,17 +48,16 @@ HUGGINGFACE_NAMES = {"vocab": "vocab_size", "hidden": "hidden_size", "layers": "
 HUGGINGFACE_NAMES |= {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 HUGGINGFACE_NAMES |= {"ffn": "intermediate_size", "tie_embeddings": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
 HUGGINGFACE_NAMES |= {"max_positions": "max_position_embeddings"}
+SIGMOID = "glm4_moe", "deepseek_v3"  # model types whose gates are
 _MOE = {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
 _GLM = {"expert_ffn": "moe_intermediate_size", "shared_experts": "n_shared_experts", "expert_groups": "n_group"}
 _GLM |= {"groups_per_token": "topk_group", "gate_scale": "routed_scaling_factor", "normalize_gates": "norm_topk_prob"}
 _GLM |= {"dense_layers": "first_k_dense_replace"}
 # By model type; glm4_moe has the experts of DeepSeek-V3, but ordinary attention
-EXPERT_NAMES = {"mixtral": _MOE | {"expert_ffn": "intermediate_size"}, "glm4_moe": _MOE | _GLM}
-EXPERT_NAMES["deepseek_v3"] = EXPERT_NAMES["glm4_moe"]
+EXPERT_NAMES = {"mixtral": _MOE | {"expert_ffn": "intermediate_size"}} | dict.fromkeys(SIGMOID, _MOE | _GLM)
 LATENT_NAMES = {"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "nope_dim": "qk_nope_head_dim"}
 LATENT_NAMES |= {"rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
 TYPES = ("llama", "mistral", *EXPERT_NAMES)  # model types that are a `Decoder`
-SIGMOID = "glm4_moe", "deepseek_v3"  # model types whose gates are
 ROPE_SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling}  # by transformers' rope_type
 
 
