@@ -85,8 +85,9 @@ def parameters(model: ModelConfig, layout: Layout, ends: bool = True) -> tuple[f
     """Return the parameters of a rank before ZeRO: all but experts, and experts, which only ep divides."""
     rest, of_experts = of_layers(model, layout)
     if ends or layout.pp == 1:
-        tables = 1 if model.tie_embeddings and layout.pp == 1 else 2
-        if model.mtp and layout.pp > 1 and not model.tie_embeddings:
+        whole = layout.pp * layout.stages == 1  # or each end has a matrix of its own, also if one rank has both ends
+        tables = 1 if model.tie_embeddings and whole else 2
+        if model.mtp and not whole and not model.tie_embeddings:
             tables += 1  # the last stage looks up tokens as well
         rest += (tables * table(model, layout) + model.hidden) / layout.pp
     return rest, of_experts

@@ -77,6 +77,7 @@ def test_formulas_by_hand():
 # ---- counted ---------------------------------------------------------------------------------------------------------
 
 SMALL = {"layers": 4, "hidden": 32, "ffn": 48, "vocab": 256, "seq_len": 16, "global_batch": 2}
+TWO_STAGES = {"schedule": "interleaved", "global_batch": 16, "zero": 1}  # of one rank: both have the matrix
 CASES = [
     DENSE | FOUR_D | SMALL | {"cp_mode": "allgather", "dtype": "bfloat16"},
     DENSE | FOUR_D | SMALL | {"cp_mode": "ulysses", "kv_heads": 2},  # fewer heads on a rank than cp
@@ -91,6 +92,8 @@ FURTHER = [
     DENSE | SMALL | {"zero": 3, "global_batch": 16, "mtp": 1},
     DENSE | FOUR_D | SMALL | {"latent": "24,16,8,4,10", "zero": 1},
     DENSE | SMALL | {"cp": 2, "tp": 4, "cp_mode": "ulysses", "heads": 8, "latent": "0,16,8,4,10", "kv_heads": 8},
+    DENSE | SMALL | TWO_STAGES | {"mtp": 1, "tie_embeddings": False},
+    DENSE | SMALL | TWO_STAGES | {"tie_embeddings": True},
 ]
 CASES += FURTHER if ALL else []
 
