@@ -53,6 +53,11 @@ class Layout(NamedTuple):
         return cls(config.seq_len, micro_batches=config.accumulation_steps, **same)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether a single stage has both ends of the model. Two stages hold their matrices apart, also on one rank."""
+        return self.pp * self.stages == 1
+
+    @property
     def copies(self) -> int:
         """Ranks that see other tokens with the same weights."""
         return self.dp * self.cp
@@ -85,9 +90,8 @@ def parameters(model: ModelConfig, layout: Layout, ends: bool = True) -> tuple[f
     """Return the parameters of a rank before ZeRO: all but experts, and experts, which only ep divides."""
     rest, of_experts = of_layers(model, layout)
     if ends or layout.pp == 1:
-        whole = layout.pp * layout.stages == 1  # or each end has a matrix of its own, also if one rank has both ends
-        tables = 1 if model.tie_embeddings and whole else 2
-        if model.mtp and not whole and not model.tie_embeddings:
+        tables = 1 if model.tie_embeddings and layout.is_whole else 2
+        if model.mtp and not layout.is_whole and not model.tie_embeddings:
             tables += 1  # the last stage looks up tokens as well
         rest += (tables * table(model, layout) + model.hidden) / layout.pp
     return rest, of_experts

@@ -6,7 +6,8 @@ event adds to all that lives longer say the ledgers of `layer.py`, `ends.py` and
 flight keeps, `kept.py`; how large weights and sums of gradients are, `rank_parameters.py`.
 
 Nothing is fitted: tests compare a grid of layouts with dry runs. With interleaved stages the tables and messages of a
-micro-batch in only some stages of a rank are estimated, as that part of them which these stages have of its layers.
+micro-batch in only some stages of a rank are estimated, as that part of them which these stages have of its layers. So
+is what a block of multi-token prediction keeps beside its layer: in small models that was up to 8 % of the peak.
 """
 
 from functools import lru_cache

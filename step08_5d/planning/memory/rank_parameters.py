@@ -8,7 +8,7 @@ import math
 from bisect import bisect_right
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -110,7 +110,7 @@ class RankParameters:
         self.is_first, self.is_last = rank == 0, rank == layout.pp - 1
         sizes = (last - first for first, last in self.stages)
         *self.starts, self.end = accumulate(sizes, initial=int(self.is_first))
-        self.ties, self.tied = model.tie_embeddings, model.tie_embeddings and self.is_first and self.is_last
+        self.ties, self.is_whole = model.tie_embeddings, layout.is_whole
         self.second = self.end - 1 if self.is_last and model.mtp else None
         self.parameters = self._listed(model, layout)
         self.shards = tuple(sum(each.size for each in self.parameters if each.expert == one) for one in (False, True))
@@ -127,9 +127,9 @@ class RankParameters:
         regions += [
             parts["experts" if model.has_experts(index) else "dense"] for index in layers if index < model.layers
         ]
-        end = parts["end"][:1] if self.tied else parts["end"]
+        end = parts["end"][:1] if self.ties and self.is_whole else parts["end"]
         if self.second:
-            looked_up = [] if self.is_first else [each._replace(turn=-2) for each in parts["embedding"]]
+            looked_up = [] if self.is_whole else [each._replace(turn=-2) for each in parts["embedding"]]
             regions.append([*parts["second"], *looked_up])
             end = end[:1] if self.ties else end  # its matrix is that embedding
         if self.is_last:
@@ -153,14 +153,21 @@ class RankParameters:
                     buckets.setdefault(self.parameters[number].region, []).append(number)
                 groups = list(buckets.values())
             else:
-                sizes = [wide * self.parameters[number].size for number in numbers]
-                filled = pack(sizes, BUCKET if holders > 1 else 0.0)  # nothing is sent: one for each parameter
-                groups = [[numbers[index] for index in bucket] for bucket in filled]
+                groups = []
+                for _, own in groupby(numbers, key=self._stage):  # each stage has buckets of its own
+                    some = list(own)
+                    sizes = [wide * self.parameters[number].size for number in some]
+                    filled = pack(sizes, BUCKET if holders > 1 else 0.0)  # nothing is sent: one for each parameter
+                    groups += [[some[index] for index in bucket] for bucket in filled]
             for group in groups:
                 size = sum(self.parameters[number].size for number in group)
                 places = [place[number] for number in group]
                 result.append(SummedTogether(size, min(places), max(places), ranks))
         return sorted(result, key=lambda unit: unit.begun)
+
+    def _stage(self, number: int) -> int:
+        """Which of the rank's stages has a parameter."""
+        return bisect_right(self.starts[1:], self.parameters[number].region)
 
     def _turn(self, number: int) -> tuple:
         """What sorts the numbers of parameters into the order in which their gradients come.
@@ -229,8 +236,8 @@ class RankParameters:
         if not self.by_layer:
             return sum(self.shards)
         wanted = {region, region - prefetch} - {0}
-        others = {self.end} if self.tied else set()  # which use the embedding, too
-        others |= {self.second} if self.second and self.is_first else set()
+        others = {self.end} if self.ties and self.is_whole else set()  # which use the embedding, too
+        others |= {self.second} if self.second and self.is_whole else set()
         head = self.parameters[0].size if others & wanted else 0.0
         return head + sum(each.size for index in wanted for each in self.regions.get(index, ()))
 
@@ -241,7 +248,7 @@ class RankParameters:
         """
         if region == self.second:
             return int(self.ties)
-        return int(self.is_first and (self.tied or self.second is not None))
+        return int(self.is_whole and (self.ties or self.second is not None))
 
     def stored_before(self, region: int) -> int:
         """How many gradients have been stored when the backward of a region (or the first half of it) begins."""

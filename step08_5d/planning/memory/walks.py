@@ -123,7 +123,7 @@ def block_ledger(model: ModelConfig, layout: Layout, index: int) -> Ledger:
     """Return the ledger of a layer, or of the block of multi-token prediction behind it, which nobody may change."""
     if index < model.layers:
         return layer_ledger(model, layout, model.has_experts(index))
-    return _second_ledger(model, of_a_layer(layout, model.has_experts(index)), layout.pp == 1)
+    return _second_ledger(model, of_a_layer(layout, model.has_experts(index)), layout.is_whole)
 
 
 @lru_cache(maxsize=1024)

@@ -120,6 +120,10 @@ INTERLEAVED = [
     f"4 {NARROW} {BF16} --pp 2 --dp 2 --zero 1 --global-batch 32 --micro-batch 4 --recompute full --virtual-stages 4",
     f"4 {WIDE} {BF16} --pp 2 --dp 2 --zero 3 --global-batch 16 --micro-batch 1 --virtual-stages 2",
     f"4 {WIDE} {BF16} --pp 2 --tp 2 --global-batch 16 --micro-batch 2 --virtual-stages 2",
+    f"1 {WIDE} --global-batch 4 --micro-batch 1 --tie-embeddings",  # both stages hold the matrix
+    f"2 {SECOND} {BF16} --dp 2 --zero 1 --global-batch 8",
+    f"2 {SECOND} {BF16} --mtp 0 --dp 2 --zero 2 --global-batch 8",  # each stage has buckets of its own
+    f"2 {SECOND} {BF16} --mtp 0 --dp 2 --zero 3 --global-batch 8 --tie-embeddings",
 ]
 
 # How attention sees other ranks' keys
