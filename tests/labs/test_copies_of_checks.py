@@ -39,6 +39,16 @@ def test_a_change_holds_for_one_submission_alone(tmp_path, monkeypatch):
     assert checkout.check_in_copy(pristine, asked, checkout.Limits())[1] == []
 
 
+def test_a_process_that_is_gone_takes_no_other_lab_along(tmp_path, monkeypatch):
+    """The process that checks died at the first lab, so another one goes on with the second."""
+    (tmp_path / "project").mkdir()
+    rounds = iter([[], [checkout.Checked(TABLE.id, score=1.0)]])
+    monkeypatch.setattr(checkout, "_run", lambda *_: next(rounds))
+    asked = [{"id": id, "student": 1, "files": {}} for id in (TYPES.id, TABLE.id)]
+    (gone, other), changed = checkout.check_in_copy(checkout.packed(tmp_path / "project"), asked, checkout.Limits())
+    assert (gone.score, gone.fault) == (0, "it ended the process that checks it") and other.score == 1 and not changed
+
+
 DAEMON = """
 import os, sys, time
 if os.fork() == 0:
@@ -81,19 +91,20 @@ def test_a_daemon_without_environment_is_ended():
 
 @slow
 def test_who_kills_its_judge_or_changes_it():
-    """The process that checks is gone, or its checkout another: the labs count as 0, and the others go on.
+    """A file that ends or changes what judges it counts as 0, whether or not it gets that far, and the others go on.
 
     What is handed in kills, and changes, what it has for parents and for its own folder alone, since this machine may
-    be grading for somebody else.
+    be grading for somebody else: it ends the processes above it that are of its own session, and of the next one, in
+    which the process that checks is alone.
     """
     kills = """
 import os
-number, judges = os.getpid(), []
+number, sessions, judges = os.getppid(), [os.getsid(0)], []
 while number > 1:
-    text = open(f"/proc/{number}/stat").read()
-    number = int(text.rpartition(")")[2].split()[1])
-    if "labs.recheck" in open(f"/proc/{number}/cmdline").read():
-        judges.append(number)
+    above, _, session = open(f"/proc/{number}/stat").read().rpartition(")")[2].split()[1:4]
+    sessions += [int(session)] * (int(session) not in sessions)
+    judges += [number] * (len(sessions) <= 2)
+    number = int(above)
 for number in judges[::-1]:
     os.kill(number, 9)
 """
@@ -105,7 +116,8 @@ for number in judges[::-1]:
     tables = {"id": TABLE.id, "student": 1, "files": {"schedule.csv": table}}
     asked = [{"id": TYPES.id, "student": 1, "files": {name: kills.encode()}}, tables]
     results, changed = checkout.check_in_copy(pristine, asked, checkout.Limits(30))
-    assert [result.score for result in results] == [0, 1] and "ended the process" in results[0].fault and not changed
+    assert [result.score for result in results] == [0, 1] and not changed, results
+    assert "ended the process" in results[0].fault or "it does not end" in str(results[0].feedback), results
     for file, refused in (("common/labs/lab.py", "your file imports what grades it"), ("common/model.py", "")):
         changes = "from pathlib import Path\nabove = (each / 'project' for each in Path.cwd().parents)\n"
         changes += f"open(next(each for each in above if each.is_dir()) / '{file}', 'a').write('# mine')\n"
