@@ -16,15 +16,19 @@ import sys
 import tarfile
 import tempfile
 import threading
+import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from common.labs.find import ROOT
+from common.labs.forks import Clock
 from common.launching.process_tree import adopt_orphans, descendants, end_descendants, kill, new_mark
 
 START = 60.0  # seconds that the process may take besides its checks
+LOOK = 0.25  # seconds after which one looks again whether a check has taken too long
+PATIENCE = 10  # as many times as long may a check take in all, while it waits for a processor
 CODE = ("common", "step0*")
 
 
@@ -32,8 +36,22 @@ CODE = ("common", "step0*")
 class Limits:
     """Of the check of one lab."""
 
-    seconds: float = 180.0
+    seconds: float = 180.0  # without those for which it waits for a processor
     memory: float = 8.0  # GB, of each process
+
+
+class Limit:
+    """Tells when a process, with all that it has started, has taken so many seconds: those of a `Clock`.
+
+    So nobody's score depends on what else the machine does. To be sure of an end, real time has a limit as well.
+    """
+
+    def __init__(self, seconds: float):
+        self.left, self.end, self.clock = seconds, time.monotonic() + PATIENCE * seconds, Clock()
+
+    def over(self, process: int) -> bool:
+        self.left -= self.clock.passed([process, *descendants(process)])
+        return self.left <= 0 or time.monotonic() >= self.end
 
 
 @dataclass
@@ -196,10 +214,14 @@ def _run(copy: Path, scratch: Path, labs: list[dict], limits: Limits, before: di
         OURS.running[process.pid] = process, mark
     if OURS.stopped.is_set():
         kill(process, mark)
+    content, text, limit = json.dumps(job).encode(), None, Limit(START + len(labs) * (limits.seconds + 5))
     try:
-        text, _ = process.communicate(json.dumps(job).encode(), START + len(labs) * (limits.seconds + 5))
-    except subprocess.TimeoutExpired as error:
-        text = error.stdout or b""
+        while text is None:
+            try:
+                text, _ = process.communicate(content, LOOK)
+            except subprocess.TimeoutExpired as error:
+                content = None  # it has been handed over, or is about to be
+                text = (error.stdout or b"") if limit.over(process.pid) else None
     finally:
         kill(process, mark)
         process.wait()

@@ -19,7 +19,7 @@ from pathlib import Path
 import common.entry  # noqa: F401
 from common.errors import UsageError
 from common.labs import apart, find
-from common.labs.checkout import changes
+from common.labs.checkout import LOOK, Limit, changes
 from common.labs.confined import confine
 from common.labs.design import BOARD
 from common.labs.find import ROOT
@@ -57,13 +57,11 @@ def check_confined(job: dict, lab: dict) -> dict:
         os.environ[mark[0]] = mark[1]
         _be_check(job, lab, writing)
     os.close(writing)
-    text, deadline = b"", begun + job["seconds"]
-    while (left := deadline - time.monotonic()) > 0 and select.select([reading], [], [], left)[0]:
-        part = os.read(reading, 1 << 16)
-        text += part
-        if not part:
-            break
-    late = time.monotonic() >= deadline
+    text, part, limit = b"", b" ", Limit(job["seconds"])
+    while part and not (late := limit.over(number)):
+        if select.select([reading], [], [], LOOK)[0]:
+            part = os.read(reading, 1 << 16)
+            text += part
     os.close(reading)
     _end(number, mark)
     result = {"score": 0.0, "feedback": [], "fault": "", "network": ""}

@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +48,21 @@ def test_a_process_that_is_gone_takes_no_other_lab_along(tmp_path, monkeypatch):
     asked = [{"id": id, "student": 1, "files": {}} for id in (TYPES.id, TABLE.id)]
     (gone, other), changed = checkout.check_in_copy(checkout.packed(tmp_path / "project"), asked, checkout.Limits())
     assert (gone.score, gone.fault) == (0, "it ended the process that checks it") and other.score == 1 and not changed
+
+
+def test_a_check_that_waits_for_a_processor_has_time(monkeypatch):
+    """What counts is said by a `Clock`, up to a limit on real time."""
+    now, seen = [100.0], []
+    monkeypatch.setattr(checkout, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    limit = checkout.Limit(8)
+    limit.clock = SimpleNamespace(passed=lambda processes: seen.append(processes) or 1.0)
+    now[0] += 60  # of which the clock has counted 1
+    assert not limit.over(os.getpid()) and seen[0][0] == os.getpid()
+    now[0] += 21
+    assert limit.over(os.getpid()), "in real time, it is ten times too late"
+    limit = checkout.Limit(2)
+    limit.clock = SimpleNamespace(passed=lambda processes: 1.0)
+    assert [limit.over(os.getpid()) for _ in range(2)] == [False, True]
 
 
 DAEMON = """
