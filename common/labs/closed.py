@@ -63,12 +63,14 @@ def close(
         root: the top of the project. source: the file that the starter was cut from.
         end: says why, and ends the process. hidden: names of modules that grade the lab.
         ours: identities of code that may look at frames, and may write into the folder `results`; see `codes_of`.
+        results: made by `tempfile`; its name begins like those of other checks, up to a hyphen.
 
     Returns what refuses.
     """
     mine = os.path.realpath(file)
     folder = os.path.dirname(mine) + os.sep
-    kept = os.path.realpath(results) + os.sep if results else ""
+    kept = os.path.realpath(results) if results else ""
+    kept = kept[: kept.rfind("-") + 1]  # what all such folders begin with: beside this one are those of other checks
 
     def refuse(why: str) -> NoReturn:
         end(why)
@@ -86,7 +88,7 @@ def close(
         name = os.path.basename(real)
         if name == source.name or (name.startswith(f"{source.stem}.") and name.endswith(".pyc")):
             return REFERENCE
-        if kept and real.startswith(kept):
+        if kept and real.startswith(kept) and not real.startswith(f"{root}{os.sep}"):
             return RESULTS
         if real.startswith("/proc/") and (name in ("mem", "environ", "cmdline") or "/fd/" in real):
             return OTHERS
