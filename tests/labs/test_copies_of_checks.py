@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.labs import checkout
+from common.labs import apart, checkout
 from common.labs.find import ROOT, lab
 from common.launching.process_tree import processes
 from tests.harness.ranks import run_command
@@ -133,7 +133,8 @@ for number in judges[::-1]:
     asked = [{"id": TYPES.id, "student": 1, "files": {name: kills.encode()}}, tables]
     results, changed = checkout.check_in_copy(pristine, asked, checkout.Limits(30))
     assert [result.score for result in results] == [0, 1] and not changed, results
-    assert "ended the process" in results[0].fault or "it does not end" in str(results[0].feedback), results
+    alone = results[1].network.endswith(apart.OWN)  # then it sees nobody whom it could end
+    assert "ended the process" in results[0].fault or alone, results
     for file, refused in (("common/labs/lab.py", "your file imports what grades it"), ("common/model.py", "")):
         changes = "from pathlib import Path\nabove = (each / 'project' for each in Path.cwd().parents)\n"
         changes += f"open(next(each for each in above if each.is_dir()) / '{file}', 'a').write('# mine')\n"
