@@ -3,10 +3,11 @@
 The notes are taken below torch's Python, so it does not matter by which function somebody calls a collective.
 """
 
+import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch.distributed import ProcessGroup, Work, get_process_group_ranks
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from common.costs.vocabulary import sent
@@ -207,6 +208,13 @@ def lend(tensors: list[torch.Tensor]) -> None:
     for mode in _watching():
         for tensor in tensors:
             mode.hold(tensor)
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """What runs inside is not in the notes that are being taken: the lab does it, and not the student."""
+    with _disable_current_modes():
+        yield
 
 
 def _watching() -> list[Watching]:

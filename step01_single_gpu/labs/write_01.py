@@ -43,8 +43,10 @@ def take_step(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
         samples, targets = samples.float(), targets.float()
     student.LEARNING_RATE = 0.2
     loss, most = student.train_step(masters, samples, targets, case.micro_batches, case.recompute, dtype)
+    bits = torch.finfo(loss.dtype).bits if isinstance(loss, torch.Tensor) else 64
     loss = loss.double() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
-    return _named(loss, masters, before) | {"most activations": torch.tensor(float(most))}
+    values = {"bits of the loss": torch.tensor(min(bits, 32))} | _named(loss, masters, before)
+    return values | {"most activations": torch.tensor(float(most))}
 
 
 def _rows(case: Case) -> int:
@@ -77,13 +79,20 @@ def expect_step(case: Case) -> list[Expected]:
         ]
         return _named(total.detach(), changed, layers)
 
-    right = updated() | {"most activations": torch.tensor(float(_kept(case)))}
+    right = {"bits of the loss": torch.tensor(32)} | updated()
+    right |= {"most activations": torch.tensor(float(_kept(case)))}
     weights = {name: value for name, value in right.items() if name.startswith("update")}
     own, last = updated(share=lambda y: target.numel() / y.numel()), updated(parts=chunks[-1:])
+    equal = updated(share=lambda y: target.numel() / y.numel() / len(chunks))
     without_loss = {name: value for name, value in last.items() if name != "loss"}
     hidden = case.hidden * case.layers
     mistakes = {
         "every micro-batch's loss is a mean over its own samples; its share of the whole batch's mean is smaller.": own,
+        "each micro-batch counts the same, but the last one is smaller, so its numbers count more than others': divide "
+        "by the numbers of the whole batch.": [equal, {"loss": equal["loss"]}],
+        "the error and the loss are as wide as the targets: squares and sums need more digits than `dtype` has.": {
+            "bits of the loss": torch.tensor(16)
+        },
         "only the last micro-batch has reached the weights: gradients are sums, so add to what is there.": (
             [last, without_loss]
         ),
@@ -101,6 +110,9 @@ def expect_step(case: Case) -> list[Expected]:
         "all layers' hidden tensors are counted, although with `recompute` one at a time is there.": (
             {"most activations": torch.tensor(float(_rows(case) * (case.layers * case.width + hidden)))}
         ),
+        "hidden tensors are computed again, although `recompute` is not set: then they are kept.": (
+            {"most activations": torch.tensor(float(_rows(case) * (case.layers * case.width + case.hidden)))}
+        ),
         "the hidden tensor that is computed again counts as well, while its layer needs it.": (
             {"most activations": torch.tensor(float(_rows(case) * case.layers * case.width))}
         ),
@@ -108,7 +120,8 @@ def expect_step(case: Case) -> list[Expected]:
             {"most activations": torch.tensor(float(_kept(case) * case.samples / _rows(case)))}
         ),
     }
-    return [Expected.of(right, mistakes, dict.fromkeys(right, 0.05) if isinstance(case, Narrow) else {})]
+    rough = {name: 0.05 for name, value in right.items() if value.is_floating_point()}
+    return [Expected.of(right, mistakes, rough if isinstance(case, Narrow) else {})]
 
 
 def errors_of_types(case: Case) -> dict[str, str]:
@@ -132,24 +145,26 @@ def judge_step(case: Case, rank: int, notes: Notes):
 def _layers(case: Case) -> tuple[torch.Tensor, ...]:
     random = torch.Generator().manual_seed(case.seed)
     x, dy = torch.randn(2, case.samples, case.width, generator=random, dtype=torch.float64)
+    gates = torch.randn(case.layers, case.width, generator=random, dtype=torch.float64)
     ups = torch.randn(case.layers, case.width, case.hidden, generator=random, dtype=torch.float64) * 0.2
     downs = torch.randn(case.layers, case.hidden, case.width, generator=random, dtype=torch.float64) * 0.2
-    return x.requires_grad_(), dy, ups.requires_grad_(), downs.requires_grad_()
+    return x.requires_grad_(), dy, gates.requires_grad_(), ups.requires_grad_(), downs.requires_grad_()
 
 
 def _pass(case: Case, around, beginning=lambda dy: dy) -> dict[str, torch.Tensor]:
-    """Forward and backward of layers, each within `around`. A layer takes a number, hidden states, and places."""
-    x, dy, ups, downs = _layers(case)
+    """Forward and backward of layers, each within `around`. A layer takes a number, hidden states, places and gates."""
+    x, dy, gates, ups, downs = _layers(case)
     y, places = x, torch.arange(case.samples).flip(0)
     for number in range(case.layers):
 
-        def layer(scale, y, places, number=number):
+        def layer(scale, y, places, gate, number=number):
             count("forwards")
-            return y + scale * (torch.tanh(y[places] @ ups[number]).square() @ downs[number])
+            return y + scale * gate * (torch.tanh(y[places] @ ups[number]).square() @ downs[number])
 
-        y = around(layer)(0.5, y, places)
+        y = around(layer)(0.5, y, places, gates[number])
     y.backward(beginning(dy))
-    return {"y": y.detach(), "dx": x.grad, "gradient of ups": ups.grad, "gradient of downs": downs.grad}
+    found = {"y": y.detach(), "dx": x.grad, "gradient of ups": ups.grad, "gradient of downs": downs.grad}
+    return found | {"gradient of gates": gates.grad}
 
 
 def recompute(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
@@ -162,6 +177,9 @@ def expect_recompute(case: Case) -> list[Expected]:
         "weights that the function uses besides its inputs got nothing: `torch.autograd.grad` forgets what it is not "
         "asked for, and `torch.autograd.backward` does not.": {"gradient of ups": None, "gradient of downs": None},
         "the backward returns no gradient for the tensors among its inputs.": {"dx": None},
+        "several tensors may be among the inputs, and each that requires a gradient gets its own.": {
+            "gradient of gates": None
+        },
         "the backward begins with the gradient that arrives, and not with ones.": (
             _pass(case, lambda layer: layer, torch.ones_like)
         ),

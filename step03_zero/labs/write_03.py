@@ -1,4 +1,4 @@
-"""Labs of step 3 in which the student writes ZeRO."""
+"""The lab of step 3 in which the student writes ZeRO-3: a training step on shards."""
 
 import time
 
@@ -9,8 +9,6 @@ from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, sends_at_most
 from common.labs.seen import Notes, count, lend
 from common.labs.write import Expected, WriteLab, page
-
-# ---- ZeRO-3: a training step on shards -------------------------------------------------------------------------------
 
 KEPT = "gathered while the last weight is there"
 LETS_GO = 100  # ms
@@ -31,7 +29,7 @@ def run(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
     x, target = x.chunk(case.ranks)[rank].clone(), target.chunk(case.ranks)[rank].clone()
     del weights
     lend(shards)
-    student.gather = _that_counts(student.gather)
+    student.gather = _that_counts(student.gather, case.width)
     values = {}
     for step in range(2):
         values[f"loss, step {step}"] = student.train_step(shards, x, target, case.ranks)
@@ -40,7 +38,7 @@ def run(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
     return values
 
 
-def _that_counts(gather):
+def _that_counts(gather, width: int):
     """`gather`, which counts how often it is called while the weight that it returned before is still alive."""
     last: list[StorageWeakRef] = []
 
@@ -52,7 +50,8 @@ def _that_counts(gather):
         else:
             count(KEPT)
         whole = gather(shard)
-        last[:] = [StorageWeakRef(whole.untyped_storage())]
+        if len(whole) == width:  # and not of samples
+            last[:] = [StorageWeakRef(whole.untyped_storage())]
         return whole
 
     return counting
@@ -165,7 +164,15 @@ def judge(case: Case, rank: int, notes: Notes):
         "all_reduce": "each rank needs no more than its own rows of the sum, and a reduce-scatter sends half as much.",
         "all_gather": "a weight is needed whole once in the forward and once in the backward.",
     }
-    yield from sends_at_most(notes, 2 * case.layers * 3 * weight * share, why)
+    faults = list(sends_at_most(notes, 2 * case.layers * 3 * weight * share, why))
+    yield from faults
+    gathers = notes.of("all_gather")
+    if not faults and sum(call.sent for call in gathers) > 2 * case.layers * 2 * weight * share + 64:
+        least = min(gathers, key=lambda call: call.bytes)
+        yield (
+            f"the all_gather of {least.bytes:,} bytes in line {least.line} is none of a weight. Samples stay where "
+            "they are: each rank computes its own, and what travels besides weights are sums of gradients."
+        )
     if notes.counts[KEPT]:
         yield (
             f"a layer's whole weight is still there when the next one is gathered, {notes.counts[KEPT]} times in two "
@@ -176,105 +183,6 @@ def judge(case: Case, rank: int, notes: Notes):
     what = "Some gathered weights, or whole gradients, are kept longer than their layer."
     # A gradient, and a weight that is gathered: its parts, and the whole
     yield from holds_at_most(notes, shards + kept + 3 * weight, what)
-
-
-# ---- write-03-b: ZeRO-1, an optimizer of which each rank has a part --------------------------------------------------
-
-
-def _states(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights, and each rank's gradients in each of two steps."""
-    random = torch.Generator().manual_seed(case.seed)
-    size = case.ranks * case.share
-    weights = torch.randn(size, generator=random, dtype=torch.float64)
-    return weights, torch.randn(2, case.ranks, size, generator=random, dtype=torch.float64)
-
-
-def optimize(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
-    weights, gradients = _states(case)
-    momentum, values = torch.zeros(case.share, dtype=torch.float64), {}
-    for step in range(2):
-        values[f"norm, step {step}"] = student.step(weights, gradients[step, rank].clone(), momentum, case.limit)
-        values |= {f"momentum, step {step}": momentum.clone(), f"weights, step {step}": weights.clone()}
-    return values
-
-
-def expect_update(case: Case) -> list[Expected]:
-    def run(
-        rank: int, mean: bool = False, normed: str = "sum", limit: float = case.limit, always: bool = False
-    ) -> dict[str, torch.Tensor]:
-        """The values on a rank; `normed` says of what it takes the norm, `always` that it scales small ones up."""
-        weights, gradients = _states(case)
-        mine, values, momentum = slice(rank * case.share, (rank + 1) * case.share), {}, torch.zeros_like(weights)
-        for step in range(2):
-            own = gradients[step]  # of each rank's samples
-            gradient = own.mean(0) if mean else own.sum(0)
-            norm = {
-                "sum": gradient,
-                "my part": gradient[mine],
-                "my samples": own[rank],
-                "my samples, my part": own[rank, mine],
-                "all samples": own,
-                "all samples, their parts": own.view(case.ranks, case.ranks, case.share).diagonal(),
-            }[normed].norm()
-            momentum = 0.9 * momentum + gradient * (limit / norm).clamp(max=torch.inf if always else 1.0)
-            weights = weights - 0.1 * momentum
-            values |= {f"norm, step {step}": norm, f"momentum, step {step}": momentum[mine]}
-            values[f"weights, step {step}"] = weights
-        return values
-
-    texts = {
-        "this is the norm of the rank's own part; the norm of the gradient needs the squares of all parts.": (
-            ["my part"]
-        ),
-        "this is the norm of the gradient of the rank's own samples: first sum, then take the norm.": (
-            ["my samples", "my samples, my part"]
-        ),
-        "every rank squared the gradient of its own samples, and these squares were added up. The square of a sum is "
-        "not the sum of the squares: add up the gradients first.": ["all samples", "all samples, their parts"],
-    }
-    clipped = "the norm is right, but the gradient was scaled by another one: scale it by the norm of the whole sum."
-    found = []
-    for rank in range(case.ranks):
-        mistakes = {"gradients were averaged; the gradient is their sum.": [run(rank, mean=True)], clipped: []}
-        mistakes |= {
-            "`weights` are as they were: the new ones must be written into this tensor (copy_), not to a new one.": (
-                {"weights, step 0": _states(case)[0]}
-            ),
-            "`momentum` is as it was: change this tensor in place, because the next step meets it again.": (
-                {"momentum, step 0": torch.zeros(case.share, dtype=torch.float64)}
-            ),
-            "the gradient was not scaled: its norm may be `limit` at most.": _named(run(rank, limit=torch.inf), "norm"),
-            "the gradient was scaled up to `limit`, although its norm is smaller already.": (
-                _named(run(rank, always=True), "norm")
-            ),
-            "this is the square of the norm: take the root.": (
-                {name: value**2 for name, value in run(rank).items() if "norm" in name}
-            ),
-            "each rank took the root of its own part's squares, and these were added up: add up squares, then take the "
-            "root.": {"norm, step 0": _states(case)[1][0].sum(0).view(case.ranks, -1).norm(dim=1).sum()},
-        }
-        for text, kinds in texts.items():
-            wrong = [run(rank, normed=each) for each in kinds]
-            mistakes[text] = [{name: value for name, value in each.items() if "norm" in name} for each in wrong]
-            mistakes[clipped] += [{name: value for name, value in each.items() if "norm" not in name} for each in wrong]
-        found.append(Expected.of(run(rank), mistakes))
-    return found
-
-
-def _named(values: dict[str, torch.Tensor], without: str) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in values.items() if without not in name}
-
-
-def judge_optimizer(case: Case, rank: int, notes: Notes):
-    whole = 8 * case.ranks * case.share
-    why = {
-        "all_reduce": "a rank updates only its own part, so it needs no more than that part of the sum.",
-        "all_gather": "what must be whole on every rank are the new weights, once.",
-    }
-    yield from sends_at_most(notes, 2 * 2 * whole * (1 - 1 / case.ranks), why)
-    if case.ranks > 1:
-        what = "No rank needs a state, or the optimizer's intermediate results, for more than its own part."
-        yield from holds_at_most(notes, 3 * whole + 2.5 * 8 * case.share, what)
 
 
 LABS = [
@@ -292,19 +200,5 @@ LABS = [
         expect=expect,
         judge=judge,
         errors=errors,
-    ),
-    WriteLab(
-        **page(__file__, "write-03-b"),
-        source="step03_zero/labs/sharded_optimizer.py",
-        bodies=(1,),
-        cases=(
-            Case(ranks=1, share=12, limit=1000.0),
-            Case(ranks=2, share=40, limit=2.0),
-            Case(ranks=3, share=7, limit=1.0),
-            Case(ranks=4, share=500, limit=5.0),
-        ),
-        run=optimize,
-        expect=expect_update,
-        judge=judge_optimizer,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Labs of step 7 in which the student writes expert parallelism, forward and backward."""
+"""The lab of step 7 in which the student sends tokens to their experts, and back."""
 
 import torch
 from torch import Tensor
@@ -7,60 +7,46 @@ from common.labs.ranks import Case
 from common.labs.rules import sends_at_most
 from common.labs.seen import Notes
 from common.labs.write import Expected, WriteLab, page
-
-COUNTED = "`received` is"
-
-
-def _drawn(case: Case) -> tuple[Tensor, ...]:
-    """Tokens, the router, both weights of all experts, and the gradient of the output."""
-    random = torch.Generator().manual_seed(case.seed)
-    sizes = [(case.tokens, case.width), (case.width, case.experts), (case.experts, case.width, case.hidden)]
-    sizes += [(case.experts, case.hidden, case.width), (case.tokens, case.width)]
-    return tuple(torch.randn(*size, generator=random, dtype=torch.float64) for size in sizes)
-
-
-def _mix(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor, rule: str = "") -> Tensor:
-    """Every token through all experts, most of them with a gate of 0."""
-    best, chosen = (x @ router).topk(case.choices)
-    weights = torch.ones_like(best) if rule == "no gates" else best.softmax(-1)
-    if rule == "softmax over all":
-        weights = (x @ router).softmax(-1).gather(1, chosen)
-    if rule == "others":  # rows leave sorted by expert, and gates stay where they were
-        order, right = chosen.flatten().argsort(stable=True), weights.flatten()
-        weights = torch.empty_like(right).index_copy(0, order, right).view_as(weights)
-    gates = x.new_zeros(len(x), case.experts).scatter(1, chosen, weights)
-    hidden = x @ ups
-    relu = hidden + (hidden.relu() - hidden).detach() if rule == "no mask" else hidden.relu()
-    relu = hidden if rule == "no relu" else relu
-    return torch.einsum("te,etw->tw", gates, relu @ downs)
-
-
-def _mine(case: Case, rank: int, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor, dy: Tensor) -> list[Tensor]:
-    x, ups, downs, dy = (each.chunk(case.ranks)[rank].clone() for each in (x, ups, downs, dy))
-    return [x, router, ups, downs, dy]
-
-
-def _set(student, case: Case) -> None:
-    student.EXPERTS, student.CHOICES, student.HIDDEN = case.experts, case.choices, case.hidden
-    student.TOKENS, student.WIDTH = case.tokens, case.width
-
-
-# ---- write-07-a: forward ---------------------------------------------------------------------------------------------
+from step07_expert_parallel.labs.routing import (
+    CASES,
+    COUNTED,
+    arrived,
+    bytes_of_rows,
+    drawn,
+    errors_of_route,
+    mix,
+    part_of,
+    rows_between,
+    set_sizes,
+)
 
 
 def route(student, case: Case, rank: int) -> dict[str, Tensor]:
-    _set(student, case)
-    x, router, ups, downs, _ = _mine(case, rank, *_drawn(case))
-    student.exchange = _that_looks(student.exchange, _table(case), rank)
-    y, _ = student.forward(x, router, ups, downs)
-    return {"y": y}
+    set_sizes(student, case)
+    x, router, ups, downs, _ = part_of(case, rank, *drawn(case))
+    student.exchange = _that_looks(student.exchange, rows_between(case), rank)
+    y, kept = student.forward(x, router, ups, downs)
+    return {"y": y} | _by_group(case, rank, *kept[3:4], *kept[6:])
 
 
-def _table(case: Case) -> Tensor:
-    """How many rows each rank (a line) sends to each rank (a column)."""
-    x, router, *_ = _drawn(case)
-    rank = (x @ router).topk(case.choices)[1] // (case.experts // case.ranks)
-    return torch.stack([each.flatten().bincount(minlength=case.ranks) for each in rank.chunk(case.ranks)])
+def _by_group(case: Case, rank: int, order, rows, expert, hidden, results) -> dict[str, Tensor]:
+    """What is kept for the backward, whatever the order of the rows that went from a rank to an expert."""
+    kept = {"expert": expert, "rows": rows, "hidden": hidden, "results": results}
+    if expert.shape == (sum(sizes := arriving(case, rank).flatten().tolist()),):
+        for name in ("rows", "hidden"):
+            if len(kept[name]) == len(expert):
+                kept[name] = torch.stack([part.sum(0) for part in kept[name].split(sizes)])
+    if order.shape == results.shape[:1] and order.sort()[0].equal(torch.arange(len(order))):
+        kept["results"] = torch.empty_like(results).index_copy(0, order, results)
+    return {f"{name}, as kept": value for name, value in kept.items()}
+
+
+def arriving(case: Case, rank: int) -> Tensor:
+    """How many rows come to a rank from each rank (a line), for each of its experts (a column)."""
+    x, router, *_ = drawn(case)
+    chosen = (x @ router).topk(case.choices)[1].chunk(case.ranks)
+    counts = torch.stack([each.flatten().bincount(minlength=case.experts) for each in chosen])
+    return counts.chunk(case.ranks, 1)[rank]
 
 
 def _that_looks(exchange, table: Tensor, rank: int):
@@ -117,8 +103,44 @@ def _confuse(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor) 
     return torch.zeros_like(x).index_add(0, token, results * gates)
 
 
+def _right_and_wrong(case: Case, rank: int) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """What a rank keeps for the backward, as `_by_group` says it; and what it is by mistake, by text."""
+    x, router, ups, downs, _ = drawn(case)
+    best, chosen = (x @ router).topk(case.choices)
+    counts, mine = arriving(case, rank), case.experts // case.ranks
+    expert = torch.arange(mine).repeat(case.ranks).repeat_interleave(counts.flatten())
+    came = torch.zeros(len(x), case.experts, dtype=torch.bool).scatter(1, chosen, True).chunk(case.ranks)
+    token = [each.T[rank * mine : (rank + 1) * mine].nonzero()[:, 1] for each in came]  # of each rank, by expert
+    rows = torch.cat([part[each] for part, each in zip(x.chunk(case.ranks), token)])
+    before = torch.einsum("rw,rwh->rh", rows, ups[rank * mine + expert])
+    after = before.relu()
+    own, gates = chosen.chunk(case.ranks)[rank].flatten(), best.softmax(-1).chunk(case.ranks)[rank].reshape(-1, 1)
+    taken = x.chunk(case.ranks)[rank].repeat_interleave(case.choices, 0)
+    results = (torch.relu(taken[:, None] @ ups[own]) @ downs[own])[:, 0]
+    sent = torch.arange(len(own))
+
+    def kept(order=slice(None), hidden=after, results=results) -> dict[str, Tensor]:
+        return _by_group(case, rank, sent, rows[order], expert[order], hidden[order], results)
+
+    sorted_again = expert.argsort(stable=True)
+    wrong = {
+        "the backward needs the experts' results without their gates: a gate's gradient is made of them.": {
+            "results, as kept": kept(results=results * gates)["results, as kept"]
+        },
+        "the results to keep are those of my own tokens, home again, and not those of my experts.": {
+            "results, as kept": torch.einsum("rh,rhw->rw", after, downs[rank * mine + expert])
+        },
+        "`hidden` is kept as it leaves the relu: the backward sees by its zeros where no gradient passes.": {
+            "hidden, as kept": kept(hidden=before)["hidden, as kept"]
+        },
+        "what came is kept in the order in which it came, by rank and then by expert: in this order gradients travel "
+        "home.": kept(sorted_again),
+    }
+    return kept(), wrong
+
+
 def expect_mixture(case: Case) -> list[Expected]:
-    x, router, ups, downs, _ = _drawn(case)
+    x, router, ups, downs, _ = drawn(case)
     texts = {
         "experts' results were added without their gates.": "no gates",
         "an expert is relu(row @ up) @ down, and the relu is missing.": "no relu",
@@ -128,26 +150,22 @@ def expect_mixture(case: Case) -> list[Expected]:
     confused, found = _confuse(case, x, router, ups, downs), []
     for rank in range(case.ranks):
         mine = x.chunk(case.ranks)[rank]
-        mistakes = {text: {"y": _mix(case, mine, router, ups, downs, rule)} for text, rule in texts.items()}
+        mistakes = {text: {"y": mix(case, mine, router, ups, downs, rule)} for text, rule in texts.items()}
         mistakes |= _misplace(case, mine, router, ups, downs)
         mistakes["rows arrive sorted by rank, and only those of one rank by expert: some came to another's expert."] = {
             "y": confused.chunk(case.ranks)[rank]
         }
         here = torch.zeros(case.experts, 1, 1, dtype=torch.float64)
         here[rank * case.experts // case.ranks : (rank + 1) * case.experts // case.ranks] = 1
-        doubled = _mix(case, mine, router, ups, downs) + mine
+        doubled = mix(case, mine, router, ups, downs) + mine
         mistakes[
             "this is the experts' part and the token itself; only the sum of the experts' results is asked for."
         ] = {"y": doubled}
         text = "only the rank's own experts have contributed: rows travel to their expert's rank, and back."
-        mistakes[text] = {"y": _mix(case, mine, router, ups, downs * here)}
-        found.append(Expected.of({"y": _mix(case, mine, router, ups, downs)}, mistakes))
+        mistakes[text] = {"y": mix(case, mine, router, ups, downs * here)}
+        kept, wrong = _right_and_wrong(case, rank)
+        found.append(Expected.of({"y": mix(case, mine, router, ups, downs)} | kept, mistakes | wrong))
     return found
-
-
-def _rows(case: Case) -> float:
-    """Bytes of a rank's choices, as they travel."""
-    return 8 * case.tokens // case.ranks * case.choices * case.width
 
 
 def judge_route(case: Case, rank: int, notes: Notes):
@@ -157,135 +175,11 @@ def judge_route(case: Case, rank: int, notes: Notes):
     }
     share = 1 - 1 / case.ranks
     counts = 8 * case.experts
-    most = max(_arrived(case))  # rows of the rank whose experts are most popular
+    most = max(arrived(case))  # rows of the rank whose experts are most popular
     numbers = 8 * max(most, case.tokens // case.ranks * case.choices)  # if the number of its expert travels with a row
-    yield from sends_at_most(notes, share * (_rows(case) + most * 8 * case.width + counts + numbers), why)
+    yield from sends_at_most(notes, share * (bytes_of_rows(case) + most * 8 * case.width + counts + numbers), why)
 
 
-def errors_of_route(case: Case) -> dict[str, str]:
-    """What an exchange says whose sizes are not those of its rows."""
-    text = "the sizes of an exchange are those of what leaves, then of what comes. On the way home the two lists swap."
-    return {
-        COUNTED: "each rank knows where its own rows go, and must be told how many come: has every rank sent the "
-        "others its counts?",
-        "exchange": text,
-        "plit sizes": text,
-        "out of bounds": "experts are counted from 0 on each rank: the number of an expert among mine.",
-    }
-
-
-def _arrived(case: Case) -> list[int]:
-    """How many rows come to each rank."""
-    return _table(case).sum(0).tolist()
-
-
-# ---- write-07-b: backward --------------------------------------------------------------------------------------------
-
-
-def go_back(student, case: Case, rank: int) -> dict[str, Tensor]:
-    _set(student, case)
-    x, router, ups, downs, dy = _mine(case, rank, *_drawn(case))
-    _, kept = student.forward(x, router, ups, downs)
-    return dict(zip(("dx", "drouter", "dups", "ddowns"), student.backward(dy, router, ups, downs, kept)))
-
-
-def expect_back(case: Case) -> list[Expected]:
-    x, router, ups, downs, dy = _drawn(case)
-    leaves = [each.requires_grad_() for each in (x, router, ups, downs)]
-    y = _mix(case, *leaves)
-    dx, _, dups, ddowns = torch.autograd.grad(y, leaves, dy, retain_graph=True)
-    unscaled = torch.autograd.grad(_mix(case, *leaves, rule="no gates"), (ups, downs), dy)
-    unmasked = torch.autograd.grad(_mix(case, *leaves, rule="no mask"), (x, ups), dy)
-    fixed = x.detach().clone().requires_grad_()  # without the way through the router
-    best, chosen = (x @ router).detach().topk(case.choices)
-    gates = x.new_zeros(len(x), case.experts).scatter(1, chosen, best.softmax(-1))
-    gates.requires_grad_()
-
-    def back(gates: Tensor, *to: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(torch.einsum("te,etw->tw", gates, torch.relu(fixed @ ups) @ downs), to, dy)
-
-    past, dgates = back(gates, fixed, gates)
-    last = chosen.amax(1, keepdim=True), chosen[:, -1:]  # the choice that writes last: sorted by expert, or not
-    single = [back(torch.zeros_like(gates).scatter(1, each, gates.gather(1, each)), fixed)[0] for each in last]
-    found = []
-    for rank in range(case.ranks):
-        mask = torch.zeros(case.tokens, 1, dtype=torch.float64)
-        mask.chunk(case.ranks)[rank].fill_(1)
-        own = torch.autograd.grad(y, leaves, dy * mask, retain_graph=True)
-        part = [each.chunk(case.ranks)[rank] for each in (dx, dups, ddowns)]
-        mistakes = {
-            "gates are a part of the product: what goes back to an expert is dy times the gate.": {
-                "dups": unscaled[0].chunk(case.ranks)[rank],
-                "ddowns": unscaled[1].chunk(case.ranks)[rank],
-            },
-            "the router gets a gradient through the gates, and so do the tokens through the router.": {
-                "dx": past.chunk(case.ranks)[rank],
-                "drouter": torch.zeros_like(router).detach(),
-            },
-            "only the rank's own tokens have contributed; others' tokens came to these experts, too.": {
-                "dups": own[2].chunk(case.ranks)[rank],
-                "ddowns": own[3].chunk(case.ranks)[rank],
-            },
-            "the router's part of dx and drouter is added after the last line of the gap: it is here twice.": {
-                "dx": (2 * dx - past).chunk(case.ranks)[rank]
-            },
-            "`order` says which choice is in which row: gradients of gates come in the order of rows, and must be put "
-            "back.": _shuffled(case, rank, *[each.detach() for each in (x, router, ups, downs, dy, past)]),
-            "the relu's derivative is missing: where `hidden` is 0, its gradient is 0, too.": {
-                "dups": unmasked[1].chunk(case.ranks)[rank],
-                "dx": unmasked[0].chunk(case.ranks)[rank],
-            },
-            "a token gets a gradient from each of its experts. Here the next one was written over it instead of "
-            "added.": [{"dx": (dx - past + each).chunk(case.ranks)[rank]} for each in single],
-        }
-        dgate, gate = (each.detach().gather(1, chosen).chunk(case.ranks)[rank] for each in (dgates, gates))
-        softmax = (
-            "between the gradient of a gate and that of a score is the softmax: a score moves all of a token's gates."
-        )
-        mistakes[softmax] = []
-        for dbest in (dgate, gate * dgate):
-            dlogits = dbest.new_zeros(len(dbest), case.experts).scatter(1, chosen.chunk(case.ranks)[rank], dbest)
-            mistakes[softmax].append(
-                {
-                    "dx": past.chunk(case.ranks)[rank] + dlogits @ router.detach().T,
-                    "drouter": x.detach().chunk(case.ranks)[rank].T @ dlogits,
-                }
-            )
-        right = {"dups": part[1], "ddowns": part[2], "drouter": own[1], "dx": part[0]}
-        found.append(Expected.of(right, mistakes))
-    return found
-
-
-def _shuffled(case: Case, rank: int, *tensors: Tensor) -> dict[str, Tensor]:
-    """dx and drouter of a rank if the gradients of gates stay in the order in which rows left."""
-    x, router, ups, downs, dy, past = tensors
-    x, dy, past = (each.chunk(case.ranks)[rank] for each in (x, dy, past))
-    best, chosen = (x @ router).topk(case.choices)
-    gates, flat = best.softmax(-1), chosen.flatten()
-    order, token = flat.argsort(stable=True), torch.arange(len(x)).repeat_interleave(case.choices)
-    results = (torch.relu(x @ ups) @ downs)[flat, token]
-    dgates = (dy[token] * results).sum(-1)[order].view_as(gates)
-    dbest = gates * (dgates - (gates * dgates).sum(-1, keepdim=True))
-    dlogits = x.new_zeros(len(x), case.experts).scatter(1, chosen, dbest)
-    return {"dx": past + dlogits @ router.T, "drouter": x.T @ dlogits}
-
-
-def judge_back(case: Case, rank: int, notes: Notes):
-    share, most = 1 - 1 / case.ranks, max(_arrived(case)) * 8 * case.width
-    why = {
-        "all_reduce": "experts' gradients are whole, because all of their tokens came to them.",
-        "all_gather": "a row's gradient is needed by one rank.",
-    }
-    # The forward, which the check runs as well, and its mirror
-    yield from sends_at_most(notes, 2 * share * (_rows(case) + most) + 8 * case.experts, why)
-
-
-CASES = (
-    Case(ranks=1, tokens=6, width=4, hidden=5, experts=3, choices=1),
-    Case(ranks=2, tokens=24, width=6, hidden=8, experts=4, choices=3),
-    Case(ranks=3, tokens=21, width=5, hidden=7, experts=6, choices=2),
-    Case(ranks=4, tokens=40, width=16, hidden=4, experts=8, choices=2),
-)
 LABS = [
     WriteLab(
         **page(__file__, "write-07-a"),
@@ -296,17 +190,6 @@ LABS = [
         run=route,
         expect=expect_mixture,
         judge=judge_route,
-        errors=errors_of_route,
-    ),
-    WriteLab(
-        **page(__file__, "write-07-b"),
-        source="step07_expert_parallel/sketch.py",
-        bodies=(2,),
-        hidden={"forward": "write-07-a"},
-        cases=CASES,
-        run=go_back,
-        expect=expect_back,
-        judge=judge_back,
         errors=errors_of_route,
     ),
 ]

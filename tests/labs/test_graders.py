@@ -19,7 +19,7 @@ from common.labs.ranks import Case, Outcome
 from common.labs.seen import Notes
 from common.labs.training import Launch, first_difference
 from common.labs.write import Expected, WriteLab
-from step07_expert_parallel.labs import write_07
+from step07_expert_parallel.labs import routing
 from tests.labs.test_notes import call
 
 # ---- write -----------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_what_ends_before_the_last_case():
 
 def chosen(case: Case) -> list[int]:
     """Of each rank of write-07: how many tokens come to its experts."""
-    x, router, *_ = write_07._drawn(case)
+    x, router, *_ = routing.drawn(case)
     arrived, of_rank = [0] * case.ranks, case.experts // case.ranks
     for scores in (x @ router).tolist():
         for expert in sorted(range(case.experts), key=lambda each: -scores[each])[: case.choices]:
@@ -134,7 +134,7 @@ def chosen(case: Case) -> list[int]:
     return arrived
 
 
-SEED = Case(**vars(write_07.CASES[-1]), seed=1002)
+SEED = Case(**vars(routing.CASES[-1]), seed=1002)
 ROWS, MOST = 8 * 10 * 2 * 16, 8 * 16 * max(chosen(SEED))  # bytes of a rank's choices, and of what comes to the fullest
 ENOUGH = {  # bytes that a rank sends in the last case of a lab, of 8-byte numbers on 4 ranks (04-b: 3, 08-b: 8)
     "write-02-a": 2 * 3 / 4 * 8 * 8 * 12**2,  # an all-reduce of 8 layers of 12 x 12
