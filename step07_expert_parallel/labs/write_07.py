@@ -26,18 +26,23 @@ def route(student, case: Case, rank: int) -> dict[str, Tensor]:
     x, router, ups, downs, _ = part_of(case, rank, *drawn(case))
     student.exchange = _that_looks(student.exchange, rows_between(case), rank)
     y, kept = student.forward(x, router, ups, downs)
-    return {"y": y} | _by_group(case, rank, *kept[3:4], *kept[6:])
+    return {"y": y} | _by_group(case, rank, *kept[1:4], *kept[6:])
 
 
-def _by_group(case: Case, rank: int, order, rows, expert, hidden, results) -> dict[str, Tensor]:
-    """What is kept for the backward, whatever the order of the rows that went from a rank to an expert."""
-    kept = {"expert": expert, "rows": rows, "hidden": hidden, "results": results}
+def _by_group(case: Case, rank: int, gates, chosen, order, rows, expert, hidden, results) -> dict[str, Tensor]:
+    """What is kept for the backward, whatever the order of a token's choices, and of the rows that went from a rank to
+    an expert.
+    """
+    kept = {"gates": gates, "expert": expert, "rows": rows, "hidden": hidden, "results": results}
+    if gates.shape == chosen.shape:
+        kept["gates"] = gates.new_zeros(len(gates), case.experts).scatter(1, chosen, gates)
     if expert.shape == (sum(sizes := arriving(case, rank).flatten().tolist()),):
         for name in ("rows", "hidden"):
             if len(kept[name]) == len(expert):
                 kept[name] = torch.stack([part.sum(0) for part in kept[name].split(sizes)])
-    if order.shape == results.shape[:1] and order.sort()[0].equal(torch.arange(len(order))):
-        kept["results"] = torch.empty_like(results).index_copy(0, order, results)
+    if order.shape == results.shape[:1] and order.sort()[0].equal(torch.arange(chosen.numel())):
+        token, expert = order // case.choices, chosen.flatten()[order]
+        kept["results"] = results[(token * case.experts + expert).argsort()]
     return {f"{name}, as kept": value for name, value in kept.items()}
 
 
@@ -114,18 +119,22 @@ def _right_and_wrong(case: Case, rank: int) -> tuple[dict[str, Tensor], dict[str
     rows = torch.cat([part[each] for part, each in zip(x.chunk(case.ranks), token)])
     before = torch.einsum("rw,rwh->rh", rows, ups[rank * mine + expert])
     after = before.relu()
-    own, gates = chosen.chunk(case.ranks)[rank].flatten(), best.softmax(-1).chunk(case.ranks)[rank].reshape(-1, 1)
+    choices, gates = chosen.chunk(case.ranks)[rank], best.softmax(-1).chunk(case.ranks)[rank]
+    own, shares = choices.flatten(), (x @ router).softmax(-1).gather(1, chosen).chunk(case.ranks)[rank]
     taken = x.chunk(case.ranks)[rank].repeat_interleave(case.choices, 0)
     results = (torch.relu(taken[:, None] @ ups[own]) @ downs[own])[:, 0]
     sent = torch.arange(len(own))
 
-    def kept(order=slice(None), hidden=after, results=results) -> dict[str, Tensor]:
-        return _by_group(case, rank, sent, rows[order], expert[order], hidden[order], results)
+    def kept(order=slice(None), hidden=after, results=results, gates=gates) -> dict[str, Tensor]:
+        return _by_group(case, rank, gates, choices, sent, rows[order], expert[order], hidden[order], results)
 
     sorted_again = expert.argsort(stable=True)
     wrong = {
+        "the gates to keep are those that results are multiplied by.": {
+            "gates, as kept": kept(gates=shares)["gates, as kept"]
+        },
         "the backward needs the experts' results without their gates: a gate's gradient is made of them.": {
-            "results, as kept": kept(results=results * gates)["results, as kept"]
+            "results, as kept": kept(results=results * gates.reshape(-1, 1))["results, as kept"]
         },
         "the results to keep are those of my own tokens, home again, and not those of my experts.": {
             "results, as kept": torch.einsum("rh,rhw->rw", after, downs[rank * mine + expert])

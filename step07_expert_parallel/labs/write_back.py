@@ -21,7 +21,7 @@ from step07_expert_parallel.labs.routing import (
 
 def go_back(student, case: Case, rank: int) -> dict[str, Tensor]:
     set_sizes(student, case)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # what is made empty is nan, and not 0 by chance
+    torch.set_deterministic_debug_mode("warn")  # what is made empty is nan, and not 0 by chance
     x, router, ups, downs, dy = part_of(case, rank, *drawn(case))
     _, kept = student.forward(x, router, ups, downs)
     return dict(zip(("dx", "drouter", "dups", "ddowns"), student.backward(dy, router, ups, downs, kept)))
