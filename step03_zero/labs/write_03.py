@@ -80,7 +80,7 @@ def _descend(case: Case, gradients) -> list[dict[str, torch.Tensor]]:
 
 
 def _one_step(
-    case: Case, early: bool = False, behind: int | None = 1, turned: bool = False, first: str = ""
+    case: Case, early: bool = False, behind: int | None = 1, turned: bool = False, first: str = "", of: int = 0
 ) -> list[dict[str, torch.Tensor]]:
     """The shards of every rank after a step of one process that makes a mistake.
 
@@ -88,6 +88,7 @@ def _one_step(
         early: each weight is updated before `dy` passes through it.
         behind: dy becomes 0 where activation `layer + behind` is; None: nowhere.
         turned: dy meets the weight as it is, and not transposed.
+        of: a weight's gradient is made of activation `layer + of`.
         first: "weights" or "both": the backward begins with the first layer, for its weight alone or with what it took.
     """
     weights, x, target = _drawn(case)
@@ -101,7 +102,7 @@ def _one_step(
         if behind is not None:
             dy = dy * (activations[taken + behind] > 0)
         old = weights[layer].clone()
-        weights[layer] -= 0.5 * activations[taken].T @ dy
+        weights[layer] -= 0.5 * activations[taken + of].T @ dy
         dy = dy @ (old if turned else weights[layer].T if early else old.T)
     return _shards(case, weights)
 
@@ -135,6 +136,7 @@ def expect(case: Case) -> list[Expected]:
             _one_step(case, behind=None)
         ),
         "the gradient was set to 0 where the layer's input is 0: look at its output.": _one_step(case, behind=0),
+        "a weight's gradient is made of the layer's input, and here it is made of the output.": _one_step(case, of=1),
         "dy passes back through a layer by its weight transposed (`weight.T`), and here the weight is as it is: it is "
         "square, so nothing else complains.": _one_step(case, turned=True),
         "the backward begins with the last layer: what passes back is the loss's gradient, and it meets the layers in "

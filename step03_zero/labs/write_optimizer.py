@@ -20,9 +20,17 @@ def optimize(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
     weights, gradients = _states(case)
     momentum, values = torch.zeros(case.share, dtype=torch.float64), {}
     for step in range(2):
+        weights += step * _others(
+            case, rank
+        )  # a weight's owner says what it is; whoever updates all computes them twice
         values[f"norm, step {step}"] = student.step(weights, gradients[step, rank].clone(), momentum, case.limit)
         values |= {f"momentum, step {step}": momentum.clone(), f"weights, step {step}": weights.clone()}
     return values
+
+
+def _others(case: Case, rank: int) -> torch.Tensor:
+    """1 for weights of which this rank has no momentum, and 0 for the others."""
+    return (torch.arange(case.ranks * case.share) // case.share != rank).double()
 
 
 def expect_update(case: Case) -> list[Expected]:
@@ -71,6 +79,10 @@ def expect_update(case: Case) -> list[Expected]:
             ),
             "`weights` are as they were: the new ones must be written into this tensor (copy_), not to a new one.": (
                 {"weights, step 0": _states(case)[0]}
+            ),
+            "every rank has updated all weights, by momentum of the others, so each update is computed once per rank. "
+            "Update your own part, and gather the new weights.": (
+                {"weights, step 1": run(rank)["weights, step 1"] + _others(case, rank)}
             ),
             "`momentum` is as it was: change this tensor in place, because the next step meets it again.": (
                 {"momentum, step 0": torch.zeros(case.share, dtype=torch.float64)}
