@@ -26,6 +26,16 @@ class Narrow(Case):
         return f"{super().__str__()}, in bfloat16"
 
 
+class _Rate(float):
+    """A learning rate that looks at the sums of gradients which it multiplies."""
+
+    narrow = True  # whether all of them are numbers of bfloat16
+
+    def __mul__(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.narrow = self.narrow and gradient.equal(gradient.bfloat16().to(gradient.dtype))
+        return float(self) * gradient
+
+
 def _named(loss: torch.Tensor, layers: list, before: list) -> dict[str, torch.Tensor]:
     """The loss, and by how much each weight has changed."""
     names = {"loss": loss.detach()}
@@ -41,11 +51,13 @@ def take_step(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
     if isinstance(case, Narrow):
         masters, dtype = [[weight.float() for weight in layer] for layer in masters], torch.bfloat16
         samples, targets = samples.float(), targets.float()
-    student.LEARNING_RATE = 0.2
+    student.LEARNING_RATE = _Rate(0.2)
     loss, most = student.train_step(masters, samples, targets, case.micro_batches, case.recompute, dtype)
     bits = torch.finfo(loss.dtype).bits if isinstance(loss, torch.Tensor) else 64
     loss = loss.double() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
     values = {"bits of the loss": torch.tensor(min(bits, 32))} | _named(loss, masters, before)
+    if isinstance(case, Narrow):
+        values["bits of the sums"] = torch.tensor(16 if student.LEARNING_RATE.narrow else 32)
     return values | {"most activations": torch.tensor(float(most))}
 
 
@@ -80,6 +92,7 @@ def expect_step(case: Case) -> list[Expected]:
         return _named(total.detach(), changed, layers)
 
     right = {"bits of the loss": torch.tensor(32)} | updated()
+    right |= {"bits of the sums": torch.tensor(32)} if isinstance(case, Narrow) else {}
     right |= {"most activations": torch.tensor(float(_kept(case)))}
     weights = {name: value for name, value in right.items() if name.startswith("update")}
     own, last = updated(share=lambda y: target.numel() / y.numel()), updated(parts=chunks[-1:])
@@ -92,6 +105,9 @@ def expect_step(case: Case) -> list[Expected]:
         "by the numbers of the whole batch.": [equal, {"loss": equal["loss"]}],
         "the error and the loss are as wide as the targets: squares and sums need more digits than `dtype` has.": {
             "bits of the loss": torch.tensor(16)
+        },
+        "gradients were added up in `dtype`, which loses what is small beside the sum: `sums` are wide, add to them.": {
+            "bits of the sums": torch.tensor(16)
         },
         "only the last micro-batch has reached the weights: gradients are sums, so add to what is there.": (
             [last, without_loss]
