@@ -214,7 +214,7 @@ def errors_of_recompute(case: Case) -> dict[str, str]:
         "incorrect number of gradients": "the backward returns a gradient for each argument of the forward, `function` "
         "included, and None for what is no tensor.",
         "backward through the graph a second time": "the graph of the second forward begins at inputs that are cut off "
-        "from the first one: detach them.",
+        "from the first one: detach them. Go through it once, for all inputs together.",
     }
 
 
