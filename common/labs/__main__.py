@@ -196,13 +196,16 @@ def hint(state: State, lab: Lab) -> None:
 
 
 def reset(state: State, lab: Lab) -> None:
-    folder = state.folder(lab)
+    folder, predicted = state.folder(lab), None
     if folder.exists():
         names = (f"{lab.id}.old{number or ''}" for number in itertools.count())
         old = next(path for name in names if not (path := state.home / name).exists())
         folder.rename(old)
         print(f"What you had is in {shown(old)}.")
+        predicted = old / "stored.jsonl"
     make(state, lab, state.student)
+    if predicted and predicted.exists() and state.progress(lab).student == state.student:
+        shutil.copy(predicted, folder)  # the first prediction for this variant remains the one that counts
     state.update(lambda fresh: setattr(fresh.progress(lab), "student", state.student))
     print(f"{shown(folder)} is as it was at the start.")
 

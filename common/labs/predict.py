@@ -99,7 +99,7 @@ def grade(question: Question, value: float | None, measured: float) -> tuple[boo
         return True, f"{question.name}: right. Measured: {digits(measured)}."
     known = [mistake for mistake, wrong in question.mistakes.items() if abs(value - wrong) <= SAME * abs(wrong)]
     if known:
-        return False, f"{question.name}: {digits(value)} is what one gets who {', or who '.join(known[:2])}."
+        return False, f"{question.name}: {digits(value)} is what one gets who {', or who '.join(known)}."
     size = "too large" if abs(value) > abs(measured) else "too small"
     factor = max(abs(value), abs(measured)) / max(min(abs(value), abs(measured)), 1e-300)
     hint = f"by more than {10 ** (len(str(int(factor))) - 1):,} times" if factor >= 10 else "by a factor below 10"

@@ -24,7 +24,8 @@ beside the best one that we know. A table that cannot run is told who waits for 
             "The last rank can do B0 right after F0. How many forwards must a rank before it have done by then, if "
             "it is not to wait?",
             "Rank r of p begins with p - r forwards, or with as many as it may hold, then takes turns: one backward, "
-            "one forward; the backwards that are left come last.",
+            "one forward; the backwards that are left come last. If memory is so short that it would wait for its next "
+            "forward, it does a backward that can run first.",
         ),
         cases=(
             Case(3, 6, Costs(), 3),

@@ -58,9 +58,11 @@ def test_a_course(labs):
     (labs.home / "write-01-x" / "answer.txt").write_text("7")
     assert labs("check")[0] == 0 and "the answer is 7" in labs("solution", "write-01-x")[1]
     assert "done  write-01-x" in labs()[1]
+    (labs.home / "write-01-x" / "stored.jsonl").write_text('{"time": 1.0}\n')
     labs("reset", "write-01-x")
     labs("reset", "write-01-x")
     assert (labs.home / "write-01-x" / "answer.txt").read_text() == "?\n"
+    assert (labs.home / "write-01-x" / "stored.jsonl").read_text() == '{"time": 1.0}\n', "the first prediction counts"
     assert (labs.home / "write-01-x.old" / "answer.txt").read_text() == "7"
     assert labs("check", "write-01-x")[0] == 1 and "done  write-01-x" in labs()[1]  # the best score counts
     (labs.home / "state.json").write_text("{}")
