@@ -21,6 +21,24 @@ GAP, MIDDLE = (8, 13), (0.37, 0.63)  # empty rows at which a picture may be, and
 FAR = 20  # rows that a cut at the middle is worth, for each height of the picture that it would be away
 
 
+class Cut(NamedTuple):
+    """Where a picture is cut if it must be, which rule `middle` cannot see, and what both of its parts have."""
+
+    at: int  # row
+    head: int = 0  # rows at the top that the lower part has, too
+    foot: int = 0  # rows at the bottom that the upper part has, too
+
+
+CUTS = {
+    "step06_context_parallel/ring_frames.png": Cut(
+        560, head=112
+    ),  # arrows cross the border between two ranks; the head names the hops
+    "step06_context_parallel/ring_zigzag.png": Cut(560, head=112),
+    "step08_5d/step.png": Cut(582, foot=84),  # a legend
+    "step06_context_parallel/balance.png": Cut(422, head=49),  # columns have names
+}
+
+
 class Picture(NamedTuple):
     body: str  # HTML
     high: float  # pixels that it needs
@@ -66,23 +84,39 @@ def parts(file: Path, words: str) -> list[tuple[str, tuple[int, int]]]:
     with Image.open(file) as image:
         size = image.size
         small = max(scale(size, room) for room in rooms(words)) < SMALLEST
-        cut = middle(image) if small and file.suffix == ".png" else None
+        cut = (
+            (CUTS.get(f"{file.parents[1].name}/{file.name}") or middle(image))
+            if small and file.suffix == ".png"
+            else None
+        )
         if cut is None:
             return [(base64.b64encode(file.read_bytes()).decode(), size)]
-        found = []
-        for top, bottom in ((0, cut), (cut, size[1])):
-            half = image.crop((0, top, size[0], bottom))
+        found, end = [], size[1]
+        for rows in (((0, cut.at), (end - cut.foot, end)), ((0, cut.head), (cut.at, end))):
+            half = stacked([image.crop((0, top, size[0], bottom)) for top, bottom in rows if bottom > top])
             half.save(stored := io.BytesIO(), "PNG", optimize=True)
             found.append((base64.b64encode(stored.getvalue()).decode(), half.size))
         return found
 
 
-def middle(image) -> int | None:
-    """The row at which a picture can be cut: the end of the highest empty stripe near its middle."""
+def stacked(strips: list):
+    """Strips of one picture as a picture, one below the other."""
+    strips = [strip.convert("RGB") for strip in strips]
+    from PIL import Image
+
+    whole, top = Image.new("RGB", (strips[0].width, sum(strip.height for strip in strips))), 0
+    for strip in strips:
+        whole.paste(strip, (0, top))
+        top += strip.height
+    return whole.quantize(256, dither=Image.Dither.NONE)
+
+
+def middle(image) -> Cut | None:
+    """Where a picture can be cut: at the end of the highest empty stripe near its middle."""
     empty = (numpy.asarray(image.convert("L")) > 250).all(axis=1)
     best, run = (0.0, None), 0
     for row in range(int(MIDDLE[0] * len(empty)), int(MIDDLE[1] * len(empty))):
         run = run + 1 if empty[row] else 0
         if run >= GAP[0]:
             best = max(best, (min(run, GAP[1]) - abs(row / len(empty) - 0.5) * FAR, row), key=lambda each: each[0])
-    return best[1]
+    return Cut(best[1]) if best[1] else None

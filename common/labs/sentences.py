@@ -14,13 +14,19 @@ POINTS_BACK = re.compile(  # at what was said before; a bracket does so, too
     r"|[*]*(?:Meanwhile|Instead|Afterwards|Only then|What is left|(?:In|On) the other|Here,|On average,)(?!\w)"
     r"|[*]*(?:The (?:first|second|third|other|latter|last|two|only|rest|remaining|same)|In words)\b"
     r"|[*]*For (?:the|instance|both)\b"
-    r"|[*]*One (?:is|has|holds|takes|sends|of|call)\b"
+    r"|[*]*One (?:is|has|holds|takes|sends|of|call|that)\b|[*]*(?:A|The) \w+er one\b"
+    r"|[*]*Each (?:half|third|quarter)\b|[*]*The (?:only )?exception (?:is|are)\b|.*\bthe (?:one|only) exception\b"
+    r"|[^.,]{1,40}, that (?:is|was|makes|leaves)\b|.*\b(?:is|are|has|have) then\b(?!,)"
     r"|[*]*(?:[\w'`-]+,? ){0,4}(?:[Ii]ts?|[Tt]hey|[Tt]hem|[Tt]hese|[Tt]his(?! is (?:how|what)| lesson| step))\b(?!\*)"
-    r"|[*]*(?:[\w'`]+ ){1,3}(?:also|too)\b"
+    r"|[*]*(?:[\w'`]+ ){1,3}(?:also|too)\b|[*]*In the same way,"
     r"|.*\b(?:neither|both|as (?:many|much|long)|(?:one|two|three) more|the same (?:problem|two|three))[,.;:]"
     r"|.*\b(?:(?:one|two|three) more, which|the same (?:problem|three)|such (?!as|an?\b)|too[.:])"
 )
 ASKS_BACK = re.compile(r"(?:.*\b(?:that|this|it|so|they|them|these|those|then|whom)\b|.{,24}\Z)", flags=re.IGNORECASE)
+SCENE = re.compile(r"[*]*(?:Think of|Imagine|Suppose|Picture|Let)\b")  # which the next sentence speaks of
+SECOND = re.compile(r"[*]*Second(?:ly)?,")
+COUNTED = re.compile(r".*(?<!in )\b(two|three|four|five) (?:\w+ )?(?:ways|things|reasons)\b(?!.*:\Z)")  # which follow
+NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5}
 ANSWER = re.compile(r"(?:No|Yes|Not|Because)\b.{,20}\Z")  # to a question
 TERM = re.compile(r"(?<!^)\*\*[^*]*[^*.?!:,]\*\*")  # in bold, not as a heading: what it means is said here
 THINGS = re.compile(
@@ -33,6 +39,9 @@ SHORT, LEADING, ENOUGH, LONG, LONGEST = 50, 80, 100, 270, 640
 # Of captions: where one says what to look at, and where it comes to the lower of two pictures
 LOOK = re.compile(r"(?:Look|Watch|Follow|Compare)\b")
 LOWER = re.compile(r"Below\b|(?:At|In) the (?:bottom|lower)|The lower")
+PANEL = re.compile(
+    r"(?:Above|Below|Left|Right)\b|(?:At|In|On) the (?:top|bottom|upper|lower|left|right)\b(?! of)|The lower\b"
+)
 HALF = re.compile(r"\A(?:Above|Below|(?:In|At) the (?:top|bottom|upper|lower)(?: (?:half|picture))?)[,:] (\w)")
 
 
@@ -114,6 +123,8 @@ def needs(sentence: str, previous: str) -> bool:
         POINTS_BACK.match(sentence)
         or is_question(previous)
         or ANSWER.match(previous)
+        or SCENE.match(previous)
+        or SECOND.match(sentence)
         or things
         and any(re.search(rf"\b[Aa]n? (?:[\w-]+ ){{0,2}}{thing}\b", previous) for thing in things.groups() if thing)
     )
@@ -124,23 +135,32 @@ def is_question(sentence: str) -> bool:
 
 
 def with_next(sentences: list[str], at: int, enough: int = ENOUGH) -> set[int]:
-    """A sentence and the next ones, until they say enough."""
-    chosen, letters = {at}, len(sentences[at])
+    """A sentence and the next ones, until they say enough, and all the things that it counts."""
+    chosen, letters, last = {at}, len(sentences[at]), at + counted(sentences, at)
     for following in range(at + 1, len(sentences)):
-        done = letters >= enough and not is_question(sentences[following - 1])
+        done = letters >= enough and not is_question(sentences[following - 1]) and following > last
         letters += len(sentences[following])
-        if done or letters > LONG:
+        if done or letters > (LONG if following > last else LONGEST):
             break
         chosen.add(following)
+        last = max(last, following + counted(sentences, following))
     return chosen
 
 
-def with_previous(sentences: list[str], at: int, enough: int = SHORT) -> set[int]:
-    """A sentence, and what it points back at."""
+def counted(sentences: list[str], at: int) -> int:
+    """How many of the next sentences say what a sentence promises: two ways, or a first without second."""
+    if found := COUNTED.match(sentences[at]):
+        return NUMBERS[found[1]]
+    second = next((more for more, each in enumerate(sentences[at:]) if SECOND.match(each)), 0)
+    return second if re.match(r"[*]*First,", sentences[at]) else 0
+
+
+def with_previous(sentences: list[str], at: int, enough: int = SHORT, short: int = SHORT) -> set[int]:
+    """A sentence, what it points back at, and what is before a `short` one."""
     chosen, letters = {at}, len(sentences[at])
     while at and (
         not is_question(sentences[at])
-        and (letters < enough or len(sentences[at]) < SHORT)
+        and (letters < enough or len(sentences[at]) < short)
         or needs(sentences[at], sentences[at - 1])
     ):
         at -= 1
@@ -169,18 +189,21 @@ def captions(text: str) -> Captions:
     """
     sentences = split(text.replace("**", ""))
     first = with_next(sentences, 0)
+    starts = [at for at, sentence in enumerate(sentences) if PANEL.match(sentence)]
+    panels = [with_next(sentences, at, SHORT) | with_previous(sentences, at, 0, 0) for at in starts]
     end = next((at for at, sentence in enumerate(sentences) if LOWER.match(sentence)), max(first) + 1)
     upper, lower = sentences[:end] or sentences, sentences[end:] or sentences
+    top = with_next(upper, 0).union(*panels) & set(range(len(upper)))
     look = next((at for at, sentence in enumerate(sentences) if LOOK.match(sentence)), None)
     moving = sentences[look:] if look is not None else lower
     return Captions(
-        " ".join(joined(sentences, first)),
-        *(" ".join(joined([*map(alone, half)], with_next(half, 0))) for half in (upper, lower)),
+        " ".join(joined(sentences, first.union(*panels))),
+        *(" ".join(joined([*map(alone, half)], said)) for half, said in ((upper, top), (lower, with_next(lower, 0)))),
         " ".join(joined(moving, with_next(moving, 0))),
     )
 
 
 def alone(words: str) -> str:
     """A sentence about a half of a picture, without the words for where on the page that is."""
-    words = HALF.sub(lambda found: found[1].upper(), words)
+    words = HALF.sub(lambda found: found[1].upper(), re.sub(r"\A(?:Above|Below) on the", "On the", words))
     return re.sub(r"\b(T|t)he (?:upper|lower) picture\b", r"\1his picture", words)

@@ -25,6 +25,7 @@ LEFT_OUT = ("Exercises", "Answers")  # sections that give the exercises away
 ROOM, LINE, SPACE, ROW, HEADING = 606, 34, 14, 41, 52
 MONO, LARGEST, LABEL, LEAD, TITLE = 1.4, 22, 26, 190, 130  # of code, its label, text before it; of the title
 ACROSS, CELLS, LETTERS = 92, 92, 1900  # letters in a line of text and of a table; of code, times its size
+UNEVEN = 1.08  # of a table's lines, which end between words
 MOST = 40  # items of a slide, shown or not
 MORE, WHOLE = 180, 480  # letters of an item of a list, and of a paragraph, where there is room
 FILLED = 0.62  # of a slide: one that has less gets more of what the lesson says there
@@ -107,12 +108,14 @@ def items_of(section: Section, folder: Path, opening: tuple[str, ...] = (PROBLEM
     place, end, follows = (section.heading, section.topic), 0, False
     for block in [*BLOCK.finditer(section.text), None]:
         text = paragraphs(section.text[end : block.start() if block else len(section.text)])
+        lone = bool(section.topic) and not end and not block  # nothing is shown under this heading
         said_of, is_meant = [], False
         for number, each in reversed(list(enumerate(text))):
             last = number == len(text) - 1
             leads = before_list(text, number)
             leads |= last and bool(block and not block["picture"] or not block and section.heading == PROBLEM)
-            said_of.insert(0, points(each, leads, section.heading in opening and not number and not end, is_meant))
+            opens = not number and not end and (lone or section.heading in opening)
+            said_of.insert(0, points(each, leads, opens, is_meant))
             is_meant = begins_back(each, said_of[0])
         for number, (each, said) in enumerate(zip(text, said_of)):
             longer = said_as([whole]) if said and (whole := at_length(each)) else None
@@ -236,7 +239,8 @@ def exhibit(block: re.Match, folder: Path) -> tuple[str, float]:
         cells = [[inline(cell.strip()) for cell in row] for row in (rows[0], *rows[2:])]
         plain = [[len(re.sub(r"<.*?>", "", cell)) for cell in row] for row in cells]
         widths = [max(column) for column in zip(*plain)]
-        narrow = max(1, sum(widths) / CELLS)  # a column then has room for that much less than its longest cell
+        narrow = sum(widths) / CELLS  # a column then has room for that much less than its longest cell
+        narrow = narrow * UNEVEN if narrow > 1 else 1
         high = [max(lines(size * narrow, max(width, 1)) for size, width in zip(row, widths)) for row in plain]
         body = "".join("<tr><td>" + "</td><td>".join(row) + "</td></tr>" for row in cells)
         return f"<table>{body}</table>", sum(ROW + (ROW - 11) * (most - 1) for most in high) + 16

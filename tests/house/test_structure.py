@@ -233,7 +233,7 @@ MOST_LINES = {2: 450, 5: 750, 6: 850, 7: 800}  # of a mechanism; in the other st
 def test_a_mechanism_can_be_read(step):
     """The files that a lesson lists at the beginning of *The code* make up its mechanism."""
     lesson = (ROOT / step / "README.md").read_text()
-    found = re.search(r"^## The code[^\n]*\n+```\n(.*?)^```", lesson, re.DOTALL | re.MULTILINE)
+    found = re.search(r"^## The code[^\n]*\n[^`#]*```\n(.*?)^```", lesson, re.DOTALL | re.MULTILINE)
     files = dict.fromkeys(re.findall(r"^(\S+\.py) +\S", found.group(1), re.MULTILINE))  # each once
     text = "".join((ROOT / step / file).read_text() for file in files)
     lines = len(re.sub(r"^ *# --- (write this yourself|until here) ---\n", "", text, flags=re.MULTILINE).splitlines())

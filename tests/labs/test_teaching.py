@@ -7,6 +7,7 @@ import io
 import re
 from pathlib import Path
 
+import numpy
 import pytest
 from PIL import Image
 
@@ -147,6 +148,13 @@ WITH_WHAT_IS_BEFORE = {  # sentences that say nothing without the one before the
     "A product takes 2 FLOPs per parameter and token.": "To use the scores takes as many, and to compute twice that.",
     "A class saves its inputs for an autograd function.": "The function takes the gates and the loss.",
     "How long would one GPU take?": "Forward and backward take six operations per parameter and token.",
+    "AdamW looks at every number on its own.": "Clipping is the one exception, since it needs the whole norm.",
+    "Tokens are almost as independent.": "The exception is attention, in which a token sees others.",
+    "The model has 96 parameters, and pp 2 and tp 2 divide them.": "Each quarter is summed over a ring of four ranks.",
+    "All rows are for a GPU at its peak.": "A slower one needs fewer tokens, since its messages have more time.",
+    "It needs 37 % of its tokens.": "On 8 nodes, that is 7,800 instead of 21,200, which we use below.",
+    "Let s be the tokens and h their width.": "The keys of a rank in one layer are then 2 · s · h numbers in all.",
+    "Think of eight neighbors who share a toolbox.": "Each keeps an eighth of the tools, and borrows the rest.",
     "Three tensors and their copies are in memory at once.": "With recomputation, it leaves three times as much.",
 }
 
@@ -159,8 +167,13 @@ def test_a_sentence_takes_along_what_it_points_at(before):
 
 def test_what_defines_a_term_is_said():
     term = "If only needed FLOPs count, we call it **MFU**, model FLOPs utilization."
-    said = sentences.points(f"Suppose that a step takes six seconds in all. {term} Nobody reports more.", leads=False)
+    said = sentences.points(f"A step of this model takes six seconds in all. {term} Nobody reports more.", leads=False)
     assert said == [term]
+    counted = "Now two more things. First, blocks are merged in float32. Second, keys are sent as far as needed."
+    assert sentences.first_sentences(f"{counted} Nobody waits. They " + "wait. " * 60).startswith(counted)
+    assert sentences.first_sentences("First, merge. Second, send what is needed. " + "More. " * 60, 5).endswith(
+        "needed."
+    )
     after = "This ratio is below one. **It falls if you waste work.**"
     assert sentences.begins_back(after, sentences.points(after, leads=False))
     assert sentences.points("A step takes long. Divide one by the other.", leads=False, is_meant=True)
@@ -172,13 +185,41 @@ def test_what_a_slide_says_can_be_understood_alone(paragraph):
     assert sentences.points(paragraph, leads=paragraph.endswith(":")) == [paragraph[before : len(paragraph) - behind]]
 
 
+def test_a_heading_without_exhibits_is_on_a_slide():
+    text = (find.ROOT / "step08_5d/README.md").read_text(encoding="utf-8")
+    topics = {part.topic for part in slides.sections(text) if part.topic and "<details>" not in part.text}
+    shown = {item.topic for item in slides.items_of_lesson(find.ROOT / "step08_5d") if item.shown}
+    assert "2. Reach the batch" in shown and topics <= shown
+
+
+def test_parts_of_a_cut_picture_keep_its_head_and_foot(tmp_path):
+    """The lower part begins with the names of columns, and both end with a legend."""
+    for file, cut in pictures.CUTS.items():
+        path = find.ROOT / file.replace("/", "/figures/")
+        upper, lower = pictures.parts(path, "Each row is a rank. " * 40)
+        with Image.open(path) as whole:
+            assert upper[1] == (whole.width, cut.at + cut.foot)
+            assert lower[1] == (whole.width, cut.head + whole.height - cut.at)
+            head = numpy.asarray(whole.convert("RGB"))[: cut.head]
+        shown = numpy.asarray(Image.open(io.BytesIO(base64.b64decode(lower[0]))).convert("RGB"))[: cut.head]
+        assert (abs(shown.astype(int) - head) <= 8).all()
+
+
 def test_captions_are_short_and_stars_are_stars():
     caption = (
         "Two ranks, each with a half of the weights. White is free. " + "A detail is described at length here. " * 9
     )
     said = sentences.captions(caption + "Below, two ranks. Follow the blue one: it comes home.")
-    assert said.whole.startswith("Two ranks, each") and len(said.whole) < 200 and said.whole == said.upper
+    assert said.whole.startswith("Two ranks, each") and len(said.upper) < 140
+    assert said.whole == f"{said.upper} Below, two ranks. Follow the blue one: it comes home."
     assert said.lower == "Two ranks. Follow the blue one: it comes home." and said.moving.startswith("Follow the blue")
+    both = sentences.captions(
+        "Four ranks and their bytes. Left: memory. It is " + "long. " * 20 + "Right: time, measured."
+    )
+    assert both.whole.startswith("Four ranks") and both.whole.endswith("Right: time, measured."), (
+        "a panel without words"
+    )
+    assert sentences.captions("Below on the left, a.").lower == "On the left, a."
     assert sentences.captions("In the upper picture, a.").upper == "A." and set(sentences.captions("One.")) == {"One."}
     assert slides.inline(r"f\* and `g*`, *not* **h\***") == ("f&#42; and <code>g&#42;</code>, <i>not</i> <b>h&#42;</b>")
 
