@@ -15,6 +15,7 @@ from common.errors import UsageError
 from common.labs.answers import kept
 from common.labs.design import is_score
 from common.labs.state import State
+from common.labs.submit import printable
 
 ROWS = 10  # of a board
 
@@ -67,7 +68,7 @@ def _person(row: dict) -> str | int:
 
 
 def who(row: dict) -> str:
-    return row["name"] if isinstance(_person(row), str) else f"student {row['student']}"
+    return printable(row["name"]) if isinstance(_person(row), str) else f"student {row['student']}"
 
 
 def draw_board(folder: Path) -> int:
@@ -80,12 +81,14 @@ def draw_board(folder: Path) -> int:
         title = f"{lab}, hardware {variant}"
         print(title)
         for place, row in enumerate(rows[:ROWS], 1):
-            print(f"{place:3}. {row['speed']:>12,.0f} tokens/s  {who(row)}: {row['layout']}")
+            print(f"{place:3}. {row['speed']:>12,.0f} tokens/s  {who(row)}: {printable(row['layout'])}")
         shown = rows[:ROWS][::-1]  # the fastest at the top
         names = [f"{place}. {who(row)}" for place, row in enumerate(rows[:ROWS], 1)][::-1]
-        axis.barh(names, [row["speed"] for row in shown], color=SERIES[0], alpha=0.5)
-        for name, row in zip(names, shown):
-            axis.annotate(f" {row['layout'][:60]}", (0, name), va="center", fontsize=8)
+        axis.barh(range(len(shown)), [row["speed"] for row in shown], color=SERIES[0], alpha=0.5)
+        axis.set_yticks(range(len(shown)), names, parse_math=False)  # a name may have a dollar
+        for at, row in enumerate(shown):
+            layout = printable(row["layout"])[:60]
+            axis.annotate(f" {layout}", (0, at), va="center", fontsize=8, parse_math=False)
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_xlabel("tokens/s, predicted")
     print(f"drawn: {write_png(figure, folder / 'board.png')}")

@@ -69,7 +69,7 @@ def _lab(row, id: str) -> str:
         parts.append(f"<p>Predicted first: {escape(first)}</p>")
     if sentence := sentence_of(files):
         parts.append(f"<blockquote>{escape(sentence)}</blockquote>")
-    parts.append(f"<pre>{escape(chr(10).join([*result.feedback, result.fault]).strip()[:LONGEST])}</pre>")
+    parts.append(f"<pre>{escape(_cut(chr(10).join([*result.feedback, result.fault]).strip()))}</pre>")
     for name, content in sorted(files.items()):
         text = content.decode("utf-8", errors="replace")
         shown = _difference(starter_of(id, student).get(name), text)
@@ -99,12 +99,19 @@ def starter_of(id: str, student: int) -> dict[str, str]:
         return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
+def _cut(text: str) -> str:
+    """A text as it is shown: what is not shown of a long one is told, because it may hide something."""
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[:LONGEST]}\n\nCUT HERE: {len(text) - LONGEST:,} more characters are not shown; read the file itself."
+
+
 def _difference(before: str | None, after: str) -> str:
     """Lines of HTML: what was added and taken away, with three lines around it; all of a file that is new."""
     if before is None:
-        return escape(after[:LONGEST])
+        return escape(_cut(after))
     lines = []
-    for line in list(difflib.unified_diff(before.splitlines(), after[:LONGEST].splitlines(), lineterm=""))[2:]:
+    for line in list(difflib.unified_diff(before.splitlines(), _cut(after).splitlines(), lineterm=""))[2:]:
         tag = {"+": "ins", "-": "del"}.get(line[:1])
         lines.append(f"<{tag}>{escape(line)}</{tag}>" if tag else escape(line))
     return "\n".join(lines)

@@ -24,6 +24,10 @@ def test_a_board(tmp_path, capsys):
     assert warned.count("is left out: no machine has that\n") == 2 and "1e+308 tokens/s is left out" in warned
     assert "1.          300 tokens/s  Ada: dp 4\n  2.          200 tokens/s  student 3" in printed
     assert (room / "board.png").exists()
+    odd = {"lab": "design-08-a", "variant": 0, "student": 4, "layout": "dp $4 \x1b[2J", "speed": 150.0}
+    (room / "scores-4.jsonl").write_text(json.dumps(odd | {"name": "Ada $\\frac$ \x1b[31m"}) + "\n")
+    assert command.main(["board", str(room), "--home", str(tmp_path)]) == 0
+    assert "Ada $\\frac$ [31m: dp $4 [2J" in (printed := capsys.readouterr().out) and "\x1b" not in printed
     assert command.main(["board", str(tmp_path / "none"), "--home", str(tmp_path)]) == 2
     (tmp_path / "file").touch()
     board.publish(State(tmp_path / "1", student=1, board=str(tmp_path / "file" / "below")))

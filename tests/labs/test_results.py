@@ -60,4 +60,7 @@ def test_the_page_shows_the_repair_of_a_hunt(tmp_path):
     row.results[hunt.id] = Checked(hunt.id, 0.5)
     page = marker.write_page([row], [hunt.id], tmp_path / "marker.html").read_text()
     assert f"<details open><summary>{file}</summary>" in page and "+# repaired" in page
-    assert "white-space: pre-wrap" in page
+    assert "white-space: pre-wrap" in page and "CUT HERE" not in page
+    files["answer.toml"] += b"#" * marker.LONGEST + b"hidden"
+    page = marker.write_page([row], [hunt.id], tmp_path / "marker.html").read_text()
+    assert "CUT HERE" in page and "hidden" not in page
