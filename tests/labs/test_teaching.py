@@ -68,6 +68,17 @@ def test_what_it_promises_of_labs():
     assert "compare --zero 1" in labs["hunt-03-a"].bug(0).why
 
 
+def test_the_minutes_of_an_agenda_add_up():
+    """A lesson's slot has three times the minutes in which what it shows is read, and at least five more."""
+    text = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) [\w ]+ \| (\d+)(?: min)? \| (\d+)(?: min)? \|", text, re.MULTILINE)
+    read = {step: int(idea) + int(one_step) for step, idea, one_step in rows}
+    half_day = text.split("## Half a day")[1].split("\n## ")[0]
+    slots = re.findall(r'^\| (\d+) \| Lesson (\d).*?slides \d, to "One step, in order"', half_day, re.MULTILINE)
+    assert len(read) == 8 and [step for _, step in slots] == ["1", "2", "3", "5"]
+    assert all(int(minutes) >= 3 * read[step] + 5 for minutes, step in slots)
+
+
 def test_its_labs_exist():
     named = set(re.findall(r"`((?:write|hunt|predict|schedule|design|gpu)-\d\d-\w)`", PAGE.read_text()))
     assert len(named) > 20 and named <= find.all_labs().keys()
