@@ -1,5 +1,6 @@
 """Numbers that a student's file has returned, beside those that it should: which differs first, and why."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -101,7 +102,7 @@ class Graded:
             return None
         place = wanted.abs().argmax()
         factor = (found.flatten()[place] / wanted.flatten()[place]).item()
-        return factor if alike(found, factor * wanted) else None
+        return factor if math.isfinite(factor) and alike(found, factor * wanted) else None
 
 
 def _about_factor(factor: float, case: Case, cases: list[Graded]) -> str:

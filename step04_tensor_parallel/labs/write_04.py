@@ -108,6 +108,12 @@ def judge_division(case: Case, rank: int, notes: Notes):
 # ---- write-04-b: cross-entropy over a divided vocabulary -------------------------------------------------------------
 
 
+NOTHING_BUT_PADDING = (
+    "a rank may have nothing but padding, so that all of its logits are -inf. -inf times 0 is nan, and so is -inf "
+    "minus -inf: put 0 in the place of what does not count (masked_fill, where)."
+)
+
+
 class Narrow(Case):
     """A case whose logits are in bfloat16. They are small, so that the loss is about a number per token."""
 
@@ -118,16 +124,21 @@ class Narrow(Case):
 def _logits(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Large ones, and of each token others: exp(1000) is infinite, and exp(-1000) is 0. Columns beyond the vocabulary,
     which pad it, have the largest.
+
+    The first and the last column of each rank are targets, whatever else is drawn.
     """
-    random = torch.Generator().manual_seed(case.seed)
-    columns = -(-case.vocab // case.ranks) * case.ranks
-    logits = 300 * torch.randn(2, case.tokens, columns, generator=random, dtype=torch.float64)
+    random, width = torch.Generator().manual_seed(case.seed), -(-case.vocab // case.ranks)
+    logits = 300 * torch.randn(2, case.tokens, width * case.ranks, generator=random, dtype=torch.float64)
     if isinstance(case, Narrow):
         logits = (logits / 100).bfloat16().double()
     else:
         logits += torch.linspace(-3000, 3000, 2 * case.tokens, dtype=torch.float64).view(2, -1, 1)
     logits[..., case.vocab :] = 9000.0
-    return logits, torch.randint(case.vocab, (2, case.tokens), generator=random)
+    targets = torch.randint(case.vocab, (2, case.tokens), generator=random)
+    firsts = range(0, case.vocab, width)
+    borders = [each for first in firsts for each in (first, min(first + width, case.vocab) - 1)]
+    targets.view(-1)[: len(borders)] = torch.tensor(borders)
+    return logits, targets
 
 
 def _shares(case: Case) -> torch.Tensor:
@@ -153,7 +164,7 @@ def expect_loss(case: Case) -> list[Expected]:
     logits, targets = _logits(case)
     shares = _shares(case).view(2, -1)
 
-    def of(columns: slice, vocab: int, rank: int | slice) -> dict[str, torch.Tensor]:
+    def of(columns: slice | torch.Tensor, vocab: int, rank: int | slice) -> dict[str, torch.Tensor]:
         """The loss with the exponentials of some columns alone, and its gradient in a rank's, or in all."""
         part = logits.clone().requires_grad_()
         scores = part[..., :vocab]
@@ -166,16 +177,23 @@ def expect_loss(case: Case) -> list[Expected]:
 
     found, width = [], -(-case.vocab // case.ranks)
 
-    def everywhere(columns: list[torch.Tensor], rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The loss, that of logits minus the largest, and the gradient if every rank has a target in these columns."""
+    def counted(columns: list[torch.Tensor], here: list[torch.Tensor], rank: int) -> list[dict[str, torch.Tensor]]:
+        """The loss, that of logits minus the largest, and the gradient if ranks count targets in these columns.
+
+        Args:
+            columns: by rank, which of its columns it takes for that of each token's target.
+            here: by rank, of which tokens it counts a target.
+        """
         parts = logits.chunk(case.ranks, dim=-1)
-        chosen = sum(part.gather(-1, column[..., None])[..., 0] for part, column in zip(parts, columns))
-        total = logits[..., : case.vocab].logsumexp(-1)
-        gradient = (parts[rank] - total[..., None]).exp() - torch.nn.functional.one_hot(columns[rank], width)
-        largest = logits[..., : case.vocab].amax(-1)
-        losses = (total - chosen).sum(), (total - chosen + (case.ranks - 1) * largest).sum()
-        gradient = shares[..., None] * gradient
-        return *losses, gradient.where(torch.arange(width) + rank * width < case.vocab, 0)
+        total, largest = (reduce(logits[..., : case.vocab], -1) for reduce in (torch.logsumexp, torch.amax))
+        chosen = [part.gather(-1, column[..., None])[..., 0] for part, column in zip(parts, columns)]
+        target = sum(each * found for each, found in zip(chosen, here))
+        less = sum((each - largest) * found for each, found in zip(chosen, here))
+        gradient = (parts[rank] - total[..., None]).exp()
+        gradient = gradient - torch.nn.functional.one_hot(columns[rank], width) * here[rank][..., None]
+        gradient = shares[..., None] * gradient.where(torch.arange(width) + rank * width < case.vocab, 0)
+        losses = (total - target).sum(), (total - largest - less).sum()
+        return [{"loss": loss, "gradient of the logits": gradient} for loss in losses]
 
     scores = logits[..., : case.vocab]
     chosen = scores.gather(-1, targets[..., None])[..., 0]
@@ -189,10 +207,16 @@ def expect_loss(case: Case) -> list[Expected]:
     unequal = (sums.log() - chosen + largest.gather(0, targets[None] // width)[0]).sum()
 
     local = [targets - rank * width for rank in range(case.ranks)]
-    ways = [
-        [each.where((each >= 0) & (each < width), 0) for each in local],
-        [each.clamp(0, width - 1) for each in local],
-    ]
+    near = [each.clamp(0, width - 1) for each in local]
+    ways = [[each.where((each >= 0) & (each < width), 0) for each in local], near]
+    everywhere = [torch.ones_like(targets)] * case.ranks
+    twice, never = (
+        [[(low <= each) & (each < high) for each in local] for low, high in borders]
+        for borders in (((0, width + 1), (-1, width)), ((1, width), (0, width - 1)))
+    )
+    columns = torch.arange(logits.shape[-1])
+    beyond = columns // width * width - case.vocab  # `first - vocab`: so many at the end of a rank are no part of late
+    late = columns[(columns < case.vocab) | (beyond > 0) & (columns % width < width - beyond)]
     narrow, whole = isinstance(case, Narrow), of(slice(None), case.vocab, slice(None))
     softmax = logits.where(torch.arange(logits.shape[-1]) < case.vocab, -torch.inf).softmax(-1)
     for rank in range(case.ranks):
@@ -225,20 +249,33 @@ def expect_loss(case: Case) -> list[Expected]:
             "every rank subtracted the largest of its own logits. Exponentials can be added up only if all ranks "
             "subtract the same number: the largest of all columns.": {"loss": unequal},
         }
-        wrong = [everywhere(way, rank) for way in ways]
+        wrong = [each for way in ways for each in counted(way, everywhere, rank)]
         mistakes |= {
             "every rank adds a logit for the target, but only one of them has the target's column.": (
-                [{"loss": loss} for *losses, _ in wrong for loss in losses]
+                [{"loss": each["loss"]} for each in wrong]
             ),
             "every rank subtracts 1 at the target, but only one of them has the target's column.": (
-                [{"gradient of the logits": gradient} for *_, gradient in wrong]
+                [{"gradient of the logits": each["gradient of the logits"]} for each in wrong[::2]]
             ),
+            "a target at the border counts on two ranks: of a rank's n columns, the first is 0 and the last n - 1, and "
+            "n is the next rank's first.": [each for here in twice for each in counted(near, here, rank)],
+            "a target at the border counts on no rank: a rank's first column, 0, is its own, and so is its last.": (
+                [each for here in never for each in counted(near, here, rank)]
+            ),
+            "a rank that has nothing but padding counts some of it: there, `vocab - first` is negative, and a slice "
+            "that begins with a negative number begins so far from the end.": of(late, logits.shape[-1], rank),
         }
         right = {"bits of the loss": torch.tensor(32)} if narrow else {}
         right |= of(slice(None), case.vocab, rank) | {"logits are as they were": torch.tensor(1.0)}
         rough = {"loss": 1e-5, "gradient of the logits": 0.005} if narrow else {}
-        found.append(Expected.of(right, mistakes, rough, infinite))
+        found.append(Expected.of(right, mistakes, rough, NOTHING_BUT_PADDING if beyond.max() >= 0 else infinite))
     return found
+
+
+def errors_of_loss(case: Case) -> dict[str, str]:
+    """What torch says of a target that is looked up on a rank that does not have it."""
+    text = "a rank has columns 0 to n - 1, counted from its `first`, and n is the next rank's: where a target is none "
+    return {"out of bounds": f"{text}of them, look up any column, and count 0."}
 
 
 def judge_loss(case: Case, rank: int, notes: Notes):
@@ -282,9 +319,11 @@ LABS = [
             Case(ranks=2, tokens=4, vocab=13),
             Narrow(ranks=2, tokens=40, vocab=250),
             Case(ranks=3, tokens=16, vocab=250),
+            Case(ranks=4, tokens=6, vocab=5),  # the last rank has padding alone
         ),
         run=lose,
         expect=expect_loss,
         judge=judge_loss,
+        errors=errors_of_loss,
     ),
 ]
