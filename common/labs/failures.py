@@ -6,17 +6,23 @@ from common.errors import LOST_PEER
 from common.labs.seen import Notes
 from common.labs.written import Failure
 
+DIED = "died without a word (killed, out of memory, os._exit, or by a message of another size than it waited for)"
 
-def describe(found: dict[int, Failure], finished: dict[int, Notes]) -> str:
+
+def describe(found: dict[int, Failure], finished: dict[int, Notes], ranks: int) -> str:
     """The first cause of a failure in a sentence: no rank that has only lost its peer, and of a hang all ranks."""
     if not found:
-        return "a rank died without a word (killed, out of memory, or os._exit)."
+        return f"a rank {DIED}."
     hangs = {rank: failure for rank, failure in found.items() if failure.kind == "hangs"}
     causes = {rank: each for rank, each in found.items() if not (each.kind == "raised" and _lost(each.text))}
     if hangs and len(causes) == len(hangs):
         where = [f"rank {rank} {failure.text}" for rank, failure in sorted(hangs.items())]
         where += [_ended(rank, notes, where) for rank, notes in finished.items() if rank not in hangs]
         return "it does not end. " + "; ".join(where) + "."
+    dead = [rank for rank in range(ranks) if rank not in found and rank not in finished]
+    if not causes and dead:
+        lost = "; ".join(f"rank {rank} {failure.text}" for rank, failure in sorted(found.items()))
+        return f"rank {dead[0]} {DIED}. Others have lost it: {lost}"
     rank, cause = min((causes or found).items(), key=lambda item: (item[1].kind == "hangs", item[1].when))
     return cause.text if cause.kind in ("unwritten", "reads the reference") else f"rank {rank} {cause.text}"
 

@@ -4,6 +4,7 @@ Ranks are processes on the CPU that talk over gloo. One set of them serves all c
 first few make a world of their own. When nothing moves any more, every rank reports where it is, and the check ends.
 """
 
+import contextlib
 import importlib.util
 import linecache
 import math
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.errors import first_line
+from common.errors import first_line, plain_line
 from common.labs import given as giving
 from common.labs import seen, written
 from common.labs.apart import apart, give_up_rights, leave_out
@@ -165,7 +166,7 @@ def _collect(folder: Path, cases: list[Case]) -> Outcome:
             break
         if len(results) < len(paths):
             finished = {rank: notes for rank, (_, notes) in results.items()}
-            outcome.failure = f"With {case}: {describe(found, finished)}"
+            outcome.failure = f"With {case}: {describe(found, finished, case.ranks)}"
             break
         outcome.results.append(list(results.values()))
     return outcome
@@ -184,6 +185,7 @@ def _rank(
         texts: those that it gives out of sight.
     """
     give_up_rights()
+    _keep_stderr_for_python()
     multiprocessing.current_process()._args = ()  # these
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -221,6 +223,15 @@ def _rank(
         leave(1)
     sys.stdout.flush()
     leave(0)  # gloo's threads may still be releasing tensors
+
+
+def _keep_stderr_for_python() -> None:
+    """Let what Python prints arrive as before, and not the last words of C++, which say nothing of a student's file."""
+    with contextlib.suppress(OSError):
+        sys.stderr = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
 
 
 def _load(file: str):
@@ -264,7 +275,7 @@ def _failure(error: BaseException, file: str, given: Collection[str]) -> Failure
         name, line = next((each for each in reversed(frames) if each[0] not in given), frames[-1])
         within = "" if name == inside else f"`{inside}`, which was called in "
         where = f" in {within}{_quoted(file, line)}"
-    return Failure("raised", f"raised {type(error).__name__}{where}: {first_line(error)}", now)
+    return Failure("raised", f"raised {type(error).__name__}{where}: {plain_line(error)}", now)
 
 
 def _watch(watching: list[Watching], main: int, folder: Path, rank: int) -> None:

@@ -201,11 +201,13 @@ def norms_of(student: int) -> Experiment:
 
 
 TASK = """\
-{what} `answer.toml` has the setting and the questions. Write your numbers behind the `=`, then `check`: it stores them
-first, then runs the commands and compares.
+{what}
+`answer.toml` has the setting and the questions. Write your numbers behind the `=`, then `check`: it stores them first,
+then runs the commands and compares.
 
 *Before:* lesson 2, {section}.
 """
+ROUNDS = '"The idea" (an all-reduce takes 2(N-1) rounds, each with its latency) and "What it costs"'
 LABS = [
     Predict(
         id="predict-02-a",
@@ -238,7 +240,7 @@ LABS = [
         id="predict-02-c",
         title="Why buckets",
         minutes=15,
-        task=TASK.format(what="How long does a slow link keep a step waiting?", section='"What it costs"'),
+        task=TASK.format(what="How long does a slow link keep a step waiting?", section=ROUNDS),
         hints=(
             "A message takes the latency and then its bytes over the bandwidth. How many messages does one "
             "all-reduce send?",

@@ -75,8 +75,7 @@ class Tables(Lab):
             if (schedule.ranks, schedule.stages) != (case.pp, case.pp):
                 raise UsageError(f"the table has {schedule.ranks} lines of {schedule.stages} stages, not {case.pp}")
             if schedule.micro_batches != case.micro_batches:
-                last = f"F{schedule.micro_batches - 1}, not F{case.micro_batches - 1}"
-                raise UsageError(f"the last micro-batch in the table is {last}")
+                raise UsageError(_lacking(schedule, case))
             if not self.split and schedule.splits_backward:
                 raise UsageError("backwards are to be whole here: write B0 in the place of I0 and W0")
             check_schedule(schedule)
@@ -99,8 +98,7 @@ class Tables(Lab):
         verdict = "reached" if fast else "not yet"
         lines = [f"time    {timeline.makespan:g} of at most {fastest.makespan:g}: {verdict}"]
         if not kept:
-            rank = timeline.unfinished.index(held)
-            lines.append(f"memory  rank {rank} holds {held} unfinished micro-batches, and may hold {case.unfinished}")
+            lines.append(_over(timeline, case.unfinished))
         else:
             lines.append(f"memory  {held} of at most {case.unfinished}: kept")
         if not fast:
@@ -118,6 +116,25 @@ class Tables(Lab):
     def write_best(self, folder: Path, student: int) -> None:
         """Write what `solution` shows as a student's table."""
         write_csv(self.best(self.case(student))[0], folder / "schedule.csv")
+
+
+def _lacking(schedule: Schedule, case: Case) -> str:
+    """Which forwards the first rank has not, or has too many."""
+    found = {action.micro_batch for action in schedule.actions[0] if action.kind == "F"}
+    lacks, more = (
+        [f"F{each}" for each in sorted(each)]
+        for each in (set(range(case.micro_batches)) - found, found - set(range(case.micro_batches)))
+    )
+    if lacks:
+        return f"rank 0 lacks {lacks[0]}{f' to {lacks[-1]}' * (len(lacks) > 1)}"
+    last = f"F{case.micro_batches - 1}"
+    return f"rank 0 does {more[0]}, and {last} is the last" if more else f"{last} is the last micro-batch"
+
+
+def _over(timeline: Timeline, most: int) -> str:
+    """Which ranks hold more unfinished micro-batches than they may."""
+    over = [f"rank {rank} holds {held}" for rank, held in enumerate(timeline.unfinished) if held > most]
+    return f"memory  {', '.join(over)} unfinished micro-batches, and {'each' * (len(over) > 1) or 'it'} may hold {most}"
 
 
 def held_back(case: Case) -> Schedule:

@@ -5,6 +5,7 @@ import torch
 from common.labs.ranks import Case
 from common.labs.seen import Notes
 from common.labs.write import Expected, WriteLab, page
+from step05_pipeline.labs.rows import Row, Turned, drawn, look_at_messages, newest_taken, row
 from step05_pipeline.schedules.actions import Schedule, looped
 from step05_pipeline.schedules.simulator import Costs, simulate
 from step05_pipeline.schedules.validator import check_schedule
@@ -12,45 +13,18 @@ from step05_pipeline.schedules.validator import check_schedule
 # ---- write-05-a: run a schedule --------------------------------------------------------------------------------------
 
 
-class Row(Case):
-    """A case that says in words which actions a rank gets; `row` makes them."""
-
-    def __str__(self) -> str:
-        sizes = f"{Case(ranks=self.ranks, layers=self.layers, width=self.width)}, {self.micro_batches} micro-batches"
-        ahead = f", with {self.ahead} more forward before the first backward" * bool(self.ahead)
-        late = ", the last micro-batch after all others" * bool(self.late)
-        ragged = ", of which the last one is smaller" * bool(self.ragged)
-        return f"{sizes}{ragged} in the order of 1F1B{ahead}{late}"
-
-
-def _drawn(case: Case) -> tuple[torch.Tensor, ...]:
-    random = torch.Generator().manual_seed(case.seed)
-    weights = torch.randn(case.ranks * case.layers, case.width, case.width, generator=random, dtype=torch.float64)
-    size = 2, 3 * case.micro_batches - case.ragged, case.width
-    return weights * (2 / case.width) ** 0.5, *torch.randn(*size, generator=random, dtype=torch.float64)
-
-
-def row(case: Case, rank: int) -> list[str]:
-    """The rank's actions: `ahead` forwards more than 1F1B has before its first backward; `late` micro-batches alone."""
-    m = case.micro_batches - case.late
-    ahead = min(m, case.ranks - rank + case.ahead)
-    forwards, backwards = ([f"{kind}{number}" for number in range(m)] for kind in "FB")
-    mixed = [each for pair in zip(backwards, forwards[ahead:]) for each in pair]
-    alone = [f"{kind}{number}" for number in range(m, case.micro_batches) for kind in "FB"]
-    return forwards[:ahead] + mixed + backwards[m - ahead :] + alone
-
-
 def run_row(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
-    weights, samples, targets = _drawn(case)
+    weights, samples, targets = drawn(case)
     student.MICRO_BATCHES = case.micro_batches
     mine = [weight.clone().requires_grad_() for weight in weights.chunk(case.ranks)[rank]]
+    look_at_messages(case, rank)
     loss, most = student.run(" ".join(row(case, rank)), mine, samples, targets)
     gradients = {f"gradient of my layer {layer}": mine[layer].grad for layer in reversed(range(case.layers))}
     return {"loss": loss, **gradients, "most micro-batches kept": torch.tensor(float(most))}
 
 
 def expect_row(case: Case) -> list[Expected]:
-    weights, samples, targets = _drawn(case)
+    weights, samples, targets = drawn(case)
     weights.requires_grad_()
 
     def losses(relu=torch.relu) -> list[torch.Tensor]:
@@ -73,6 +47,7 @@ def expect_row(case: Case) -> list[Expected]:
             y = torch.relu(y @ weight)
         forward.append(y.square().sum() / 2)  # whose gradient by y is y
     sent_back = [torch.autograd.grad(each, weights, retain_graph=True)[0] for each in forward]
+    newest = newest_taken(case)
     found = []
     for rank in range(case.ranks):
 
@@ -92,6 +67,9 @@ def expect_row(case: Case) -> list[Expected]:
             ),
             "what came from the rank behind is no gradient, but what it received in the forward: send the gradient of "
             "x home (x.grad), and not x.": named(sent_back[rank], sum(each)) if rank < case.ranks - 1 else {},
+            "a backward takes what was kept of its own micro-batch, and here it took the newest.": (
+                named(torch.cat(newest), sum(each)) if newest else {}
+            ),
             "this is the loss of the last micro-batch alone: add up their shares.": {
                 "loss": named(last, each[-1])["loss"]
             },
@@ -104,6 +82,7 @@ def expect_row(case: Case) -> list[Expected]:
             ),
         }
         most = min(case.micro_batches - case.late, case.ranks - rank + case.ahead)
+        most = case.micro_batches if isinstance(case, Turned) else most
         kept = {"most micro-batches kept": torch.tensor(float(most))}
         found.append(Expected.of(named(gradients, sum(each)) | kept, mistakes))
     return found
@@ -112,6 +91,9 @@ def expect_row(case: Case) -> list[Expected]:
 def errors_of_row(case: Case) -> dict[str, str]:
     """What torch says of a graph that begins or ends in the wrong place."""
     return {
+        "and the message of B": "what goes home is the gradient of what came (`x.grad`), of the same micro-batch.",
+        "and the message of F": "what goes on is the output of my layers for this very micro-batch; numbers of "
+        "micro-batches may have two digits.",
         "object has no attribute 'dtype'": "the first rank's x is a sample: nobody waits for its gradient.",
         "Expected parameter `tensor`": "`x.grad` is empty: what was received must require a gradient before the "
         "forward.",
@@ -235,6 +217,7 @@ LABS = [
             Row(ranks=2, layers=2, width=8, micro_batches=5, ahead=0, late=0, ragged=0),
             Row(ranks=3, layers=1, width=5, micro_batches=12, ahead=0, late=0, ragged=1),
             Row(ranks=4, layers=1, width=12, micro_batches=6, ahead=1, late=1, ragged=0),
+            Turned(ranks=2, layers=1, width=6, micro_batches=3, ahead=0, late=0, ragged=1),
         ),
         run=run_row,
         expect=expect_row,

@@ -132,12 +132,18 @@ def rows(pattern: str, micro_batches: int = 6) -> str:
 @pytest.mark.parametrize(
     ("table", "score", "message"),
     [
-        ([rows("FB")] * 3, 0.6, "holds 6 unfinished micro-batches, and may hold 3"),
+        (
+            [rows("FB")] * 3,
+            0.6,
+            "rank 1 holds 6, rank 2 holds 6 unfinished micro-batches, and each may hold",
+        ),
         ([",".join(f"F{i},B{i}" for i in range(6))] * 3, 0.2, "not yet"),
         ([rows("FB").replace(",", ";")] * 3, 0, "cells are separated by commas"),
         ([rows("FB")] * 2 + [rows("FB").replace("F0,", "B0,F0,").replace(",B0", "")], 0, "run: rank 2 does B0 before"),
         ([rows("FB")] * 2, 0, "has 2 lines"),
-        ([rows("FB", 5)] * 3, 0, "last micro-batch in the table is F4, not F5"),
+        ([rows("FB", 5)] * 3, 0, "rank 0 lacks F5"),
+        (["F0,"] * 3, 0, "rank 0 lacks F1 to F5"),
+        ([rows("FB", 7)] * 3, 0, "rank 0 does F6, and F5 is the last"),
         ([rows("FB"), rows("FB"), rows("FB").replace("B5", "B4")], 0, "B4 twice"),
         ([rows("FB"), rows("FB"), rows("FIW").replace("I0", "W0", 1)], 0, "It cannot run"),
         ([rows("FIW")] * 3, 0, "backwards are to be whole here: write B0 in the place of I0 and W0"),
@@ -173,7 +179,12 @@ def test_who_waits_although_a_backward_is_ready(tmp_path, monkeypatch):
     [
         ("1f1b", 0.45, 0.55, "rank 0 waits 6 before B0, because rank 1 does all of B0, and others wait only for its I"),
         ("zb-h1, W first", 0.4, 0.6, "because rank 3 does W"),
-        ("zb-h2", 0.6, 0.61, "holds 6 unfinished micro-batches, and may hold 4"),  # faster, and holds too much
+        (
+            "zb-h2",
+            0.6,
+            0.61,
+            "holds 6, rank 3 holds 6 unfinished micro-batches, and each may hold 4",
+        ),  # faster, and holds too much
         ("zb-h1", 1, 1, "beside the best known"),
     ],
 )
