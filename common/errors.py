@@ -27,12 +27,6 @@ def first_line(error: BaseException) -> str:
     return f"{first} {more[0].strip()}" if more and first.endswith(":") else first
 
 
-def plain_line(error: BaseException) -> str:
-    """The first line of an error's message; of a lost rank, without gloo's place in its source, and its advice."""
-    line = first_line(error)
-    return re.sub(r"^\[\S+:\d+\] ", "", line).split(". ")[0] if re.search(LOST_PEER, line) else line
-
-
 @contextmanager
 def communication_errors() -> Iterator[None]:
     """Raise CommunicationError, with one plain line, in place of torch's RuntimeError about a lost or silent rank."""
@@ -41,4 +35,5 @@ def communication_errors() -> Iterator[None]:
     except RuntimeError as error:
         if not re.search(LOST_PEER, str(error)):  # a wrong size, say
             raise
-        raise CommunicationError(plain_line(error)) from error
+        line = re.sub(r"^\[\S+:\d+\] ", "", first_line(error))  # without [.../gloo/transport/tcp/pair.cc:547]
+        raise CommunicationError(line.split(". ")[0]) from error  # and without gloo's advice

@@ -2,11 +2,14 @@
 
 import re
 
-from common.errors import LOST_PEER
+from common.errors import LOST_PEER, first_line
 from common.labs.seen import Notes
 from common.labs.written import Failure
 
 DIED = "died without a word (killed, out of memory, os._exit, or by a message of another size than it waited for)"
+
+
+TOO_BUSY = "it was ended although it went on: this machine is too busy to tell. Check once more."
 
 
 def describe(found: dict[int, Failure], finished: dict[int, Notes], ranks: int) -> str:
@@ -36,6 +39,11 @@ def _ended(rank: int, notes: Notes, where: list[str]) -> str:
         if any(re.search(rf"^rank \d+ waits .*{kind[0]} of \S+ bytes {kind[1]} rank {rank}\b", each) for each in where):
             return f"{ended} and never {does} it"
     return ended
+
+
+def plain_line(error: BaseException) -> str:
+    """The first line of an error's message; of a lost rank, without gloo's place in its source, and its advice."""
+    return re.sub(r"^\[\S+:\d+\] |\. .*", "", line) if _lost(line := first_line(error)) else line
 
 
 def _lost(text: str) -> bool:

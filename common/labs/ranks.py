@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.errors import first_line, plain_line
+from common.errors import first_line
 from common.labs import given as giving
 from common.labs import seen, written
 from common.labs.apart import apart, give_up_rights, leave_out
 from common.labs.closed import LAB, REFERENCE, STORE, close, codes_of, guarded, keep_only, only_for_others
 from common.labs.cut import helpers
-from common.labs.failures import describe
+from common.labs.failures import TOO_BUSY, describe, plain_line
 from common.labs.find import ROOT, all_labs, lab, module_of, names_of_modules, solutions
 from common.labs.forks import LINUX, state
 from common.labs.given import texts_of
@@ -166,6 +166,11 @@ def _collect(folder: Path, cases: list[Case]) -> Outcome:
             break
         if len(results) < len(paths):
             finished = {rank: notes for rank, (_, notes) in results.items()}
+            before = max((path.stat().st_mtime_ns for path in folder.glob(f"{number - 1}.*")), default=0)
+            waits = [rank for rank, each in found.items() if each.kind == "hangs"]
+            if waits == [*found] and any(failures[rank].stat().st_mtime_ns < before for rank in waits):
+                outcome.failure = f"With {case}: {TOO_BUSY}"  # they have gone on since they said where they wait
+                break
             outcome.failure = f"With {case}: {describe(found, finished, case.ranks)}"
             break
         outcome.results.append(list(results.values()))
@@ -229,9 +234,8 @@ def _keep_stderr_for_python() -> None:
     """Let what Python prints arrive as before, and not the last words of C++, which say nothing of a student's file."""
     with contextlib.suppress(OSError):
         sys.stderr = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
 
 
 def _load(file: str):

@@ -14,6 +14,7 @@ from torch import Tensor
 from common.errors import UsageError
 from common.labs import picture
 from common.labs.cut import bodies_of, starter
+from common.labs.failures import TOO_BUSY
 from common.labs.find import ROOT
 from common.labs.graded import USUALLY, Expected, Graded
 from common.labs.lab import Lab, Verdict
@@ -108,13 +109,15 @@ class WriteLab(Writing):
         if outcome.failure:
             known = self.errors(cases[len(outcome.results)]).items()
             reasons = [f"{USUALLY} {text}" for message, text in known if message in outcome.failure]
-            feedback += [outcome.failure, *reasons[:1]]
+            failed = [outcome.failure, *reasons[:1]]
+            feedback += failed if TOO_BUSY not in outcome.failure else []
         score = NUMBERS * right / len(cases)
         if right == len(cases) and not faults:
             return Verdict(1.0, ("Numbers and mechanism are right.",))
         if right == len(cases):
             feedback = ["The numbers are right, but not the way to them.", *feedback]
-        return Verdict(score, (*feedback, *list(faults.values())[:3]))
+        certain = (*feedback, *list(faults.values())[:3])
+        return Verdict(score, certain if not outcome.failure or outcome.failure in certain else (*certain, *failed))
 
 
 def page(module: str, id: str) -> dict:

@@ -3,11 +3,13 @@
 import json
 import os
 import pickle
+import time
 from collections import Counter
 
 import pytest
 import torch
 
+from common.labs.failures import TOO_BUSY
 from common.labs.ranks import Case, _collect
 from common.labs.seen import Held, Notes, SeenCall
 from common.labs.written import Failure, read_failure, read_result, write_failure, write_result
@@ -67,6 +69,25 @@ def test_what_no_rank_writes_is_refused(content, tmp_path, monkeypatch):
     outcome = _collect(tmp_path, [Case(ranks=1)])
     assert not outcome.results and "wrote what is no result" in outcome.failure
     assert not (tmp_path / "gift").exists()
+
+
+def test_a_wait_belongs_to_the_case_in_which_a_rank_waits(tmp_path):
+    """A rank that said so in another case, and then went on, does not hang in the next one."""
+    for number, case in enumerate((2, 3)):
+        for rank in range(3):
+            (tmp_path / f"failure.{rank}").write_bytes(write_failure(Failure("hangs", "waits in send", 1.0)))
+        for rank in range(case):
+            path = tmp_path / f"{number}.{rank}"
+            path.write_bytes(write_result({}, NOTES))
+            os.utime(path, ns=(time.time_ns() + 10**9,) * 2)
+    outcome = _collect(tmp_path, [Case(ranks=2), Case(ranks=3), Case(ranks=4)])
+    assert len(outcome.results) == 2 and outcome.failure == f"With 4 ranks: {TOO_BUSY}"
+    for rank in range(3):
+        os.utime(tmp_path / f"failure.{rank}", ns=(time.time_ns() + 10**10,) * 2)
+    assert (
+        "it does not end. rank 0 waits in send"
+        in _collect(tmp_path, [Case(ranks=2), Case(ranks=3), Case(ranks=4)]).failure
+    )
 
 
 def test_failures():
