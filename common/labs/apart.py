@@ -1,15 +1,17 @@
 """Where a submission's processes run: among themselves, without rights over others, and without what solves the labs.
 
 On Linux, `apart` does its work in a namespace of processes with a /proc of its own: nothing that runs there can see the
-one that judges it, or end it, and all of it ends with the work. There, `leave_out` puts nothing in the place of files,
-and `give_up_rights` takes from root what makes it more than another user. Where the system does not allow that, and
-where no submission is graded, the work is done all the same. What it finds comes back in files, which is not trusted.
+one that judges it, or end it, and all of it ends with the work. It has mounts of its own as well: what `begin` was told
+to hide is not there, `leave_out` puts nothing in the place of more files, and `give_up_rights` takes from root what
+makes it more than another user. Where the system does not allow that, and where no submission is graded, the work is
+done all the same. What it finds comes back in files, which is not trusted.
 """
 
 import contextlib
 import ctypes
 import os
 import signal
+import site
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,15 +22,24 @@ END_WITH_PARENT, DUMPABLE, NO_NEW_RIGHTS = 1, 4, 38  # of <sys/prctl.h>
 CAPABILITIES = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
 FILES = 1 << 16  # that a process may have open, and more than it has
 NOT_ALLOWED = 77  # exit status: the system knows no such namespace, or does not give it to us
-OWN, SHARED = "processes among themselves", "processes that see those of others"
+OWN = "processes among themselves, for which this project and other submissions are not there"
+SHARED = "processes that see those of others, and could read the solutions in this project"
 
 _confined = _inside = False  # whether a submission is checked in this process, and whether it runs in this one
+_hidden: list[Path] = []  # folders that are empty for what runs apart
+_needed: list[Path] = []  # what lies in them and is there all the same
 
 
-def begin() -> bool:
-    """From now on, `apart` is. Returns whether the system gives us namespaces of processes."""
-    global _confined
+def begin(hidden: Iterable[Path] = (), needed: Iterable[Path] = ()) -> bool:
+    """From now on, `apart` is. Returns whether the system gives us namespaces of processes and of mounts.
+
+    Args:
+        hidden: folders in which nothing is there for a submission. needed: paths that are, besides Python's own.
+    """
+    global _confined, _hidden, _needed
     _confined = sys.platform == "linux"
+    _hidden = [path for path in map(Path.resolve, hidden) if path != path.parent]  # without /
+    _needed = [path.resolve() for path in (*needed, *_of_python())]
     keep_to_itself()
     return _confined and _wait(_fork(lambda: _alone(lambda: None))) == 0
 
@@ -88,10 +99,36 @@ def _first(work: Callable[[], None]) -> int:
     global _inside
     library = _library()
     library.mount(b"none", b"/", None, RECURSIVE | PRIVATE, None)
-    if library.mount(b"proc", b"/proc", b"proc", 0, None):
-        return NOT_ALLOWED  # some containers hide a part of it
+    if library.mount(b"proc", b"/proc", b"proc", 0, None) or not all(map(_hide, _hidden)):
+        return NOT_ALLOWED  # some containers hide a part of /proc
     _inside = True
     return _do(work)
+
+
+def _hide(folder: Path) -> bool:
+    """Mount an empty folder over this one, and what is needed back into it. Returns whether that worked."""
+    if not folder.is_dir():
+        return True  # it is within one that is hidden already
+    library, here = _library(), os.getcwd()
+    kept = {path: os.open(path, os.O_PATH) for path in sorted(_needed) if folder in path.parents and path.exists()}
+    if library.mount(b"none", os.fsencode(folder), b"tmpfs", 0, b"size=1m"):
+        return False
+    for path, number in kept.items():
+        source = Path(f"/proc/self/fd/{number}")
+        if not path.exists():  # it is not within one that is back already
+            (path if source.is_dir() else path.parent).mkdir(parents=True, exist_ok=True)
+            path.touch()
+            if library.mount(os.fsencode(source), os.fsencode(path), None, BIND | RECURSIVE, None):
+                return False
+        os.close(number)
+    os.chdir(here)  # from the folder as it was, `..` would lead to what is hidden
+    return True
+
+
+def _of_python() -> list[Path]:
+    """Where Python and its packages are, which may be a folder of the project."""
+    own = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(sys.executable), *site.getsitepackages()]
+    return [*map(Path, own), Path(sys.prefix, "pyvenv.cfg"), *(Path(each) for each in sys.path if each)]
 
 
 def _do(work: Callable[[], None]) -> int:

@@ -38,6 +38,7 @@ class Limits:
 
     seconds: float = 180.0  # without those for which it waits for a processor
     memory: float = 8.0  # GB, of each process
+    hidden: tuple[Path, ...] = (ROOT,)  # folders that it does not see
 
 
 class Limit:
@@ -201,6 +202,7 @@ def _run(copy: Path, scratch: Path, labs: list[dict], limits: Limits, before: di
         "digests": before,
         "seconds": limits.seconds,
         "memory": limits.memory,
+        "hidden": [str(path.resolve()) for path in limits.hidden],
     }
     environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ") if name in os.environ}
     environment |= {"HOME": str(scratch), "TMPDIR": str(scratch), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}

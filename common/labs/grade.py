@@ -11,6 +11,7 @@ import queue
 import re
 import signal
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -85,7 +86,10 @@ def main(argv: list[str]) -> int:
     deadline = moment(options.deadline) if options.deadline else None
     roster = read_roster(options.roster) if options.roster else {}
     rows = collect(options.folder, roster, deadline)
-    check_all(rows, labs, Limits(options.seconds, options.memory), options.jobs, Kept(options.out, options.resume))
+    options.out.mkdir(parents=True, exist_ok=True)  # now, as what is not there cannot be hidden
+    hidden = ROOT, options.folder, options.out, Path(tempfile.gettempdir())  # in the last, copies for other submissions
+    limits = Limits(options.seconds, options.memory, hidden)
+    check_all(rows, labs, limits, options.jobs, Kept(options.out, options.resume))
     labs = labs or [id for id in find.all_labs() if any(id in row.results for row in rows)]
     note_same_code(rows)
     write_all(rows, labs, options.out)

@@ -45,7 +45,7 @@ def check_confined(job: dict, lab: dict) -> dict:
     """Check one lab in a process of its own. Returns its score, feedback, seconds, and what was wrong with the check.
 
     Args:
-        job: `folder`, which is empty, `seconds` and `memory` for each lab.
+        job: `folder`, which is empty, `seconds` and `memory` for each lab, folders that are `hidden` from it.
         lab: `id`, `student` and `files`, in base64, by path.
     """
     mark, begun = new_mark(), time.monotonic()
@@ -83,7 +83,7 @@ def _end(number: int, mark: tuple[str, str]) -> None:
 
 def _be_check(job: dict, lab: dict, writing: int) -> None:
     """Make the lab's folder, check it, write what was found, and end this process."""
-    result = {}
+    result, hidden = {}, (map(Path, job["hidden"]), [ROOT, Path(job["folder"]).parent])
     try:
         os.setsid()
         scratch = Path(job["folder"]) / lab["id"]
@@ -91,7 +91,7 @@ def _be_check(job: dict, lab: dict, writing: int) -> None:
         os.environ["TMPDIR"] = str(scratch / "tmp")
         _silence(scratch / "printed")
         result["network"] = (
-            f"{confine(scratch, job['seconds'], job['memory'])}, {apart.OWN if apart.begin() else apart.SHARED}"
+            f"{confine(scratch, job['seconds'], job['memory'])}, {apart.OWN if apart.begin(*hidden) else apart.SHARED}"
         )
         folder = scratch / lab["id"]
         folder.mkdir()

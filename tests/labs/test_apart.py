@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from common.labs import checkout, grade
+from common.labs import apart, checkout, grade
 from common.labs.checkout import OURS, Checked, Limits, Stopped, check_in_copy, packed
-from common.labs.find import ROOT
+from common.labs.find import ROOT, lab
 from common.labs.submit import printable
 from tests.harness.ranks import run_command
-from tests.labs.test_course import ABOUT, TABLE, archive
+from tests.labs.test_course import ABOUT, TABLE, archive, slow
 
 LOOKS = """
 import os, pathlib, signal, sys
@@ -21,6 +21,11 @@ folder = pathlib.Path(sys.argv[1])
 (folder / "solution.py").write_text("x = 1")
 (folder / "labs").mkdir()
 (folder / "labs" / "a.py").write_text("x = 1")
+project = folder / "project"  # a teacher's, with an environment, and with a copy in it that is being checked
+for each in "step03", "env", "runs/graded/rows", "runs/labs-x/project":
+    (project / each).mkdir(parents=True)
+    (project / each / "a.py").write_text("x = 1")
+os.chdir(project / "runs/labs-x")
 reading, writing = os.pipe()
 grader = os.getpid()
 
@@ -37,11 +42,14 @@ def look():
         except OSError:
             pass
     found += [(folder / "solution.py").read_text(), *os.listdir(folder / "labs")]
+    found += map(str, pathlib.Path("../..").glob("step*"))
+    found += [str(each.relative_to(folder)) for each in sorted(project.rglob("*.py"))]
     rights = next(line for line in open("/proc/self/status") if line.startswith("CapEff"))
     (folder / "found").write_text(" ".join([*found, rights]))
 
 
-print(apart.begin())
+hidden = [project, project / "runs/graded"]
+print(apart.begin(hidden, [project / "env", project, project / "runs/labs-x"]))
 apart.apart(look)
 print((folder / "found").read_text())
 """
@@ -52,7 +60,45 @@ def test_what_runs_apart(tmp_path):
     done = run_command([sys.executable, "-c", LOOKS, str(tmp_path)], cwd=ROOT, timeout=60)
     if done.stdout.startswith("False"):
         pytest.skip("this system gives no namespace of processes")
-    assert done.stdout.split() == ["True", "1", "CapEff:", "0" * 16], done
+    there = ["project/env/a.py", "project/runs/labs-x/project/a.py"]
+    assert done.stdout.split() == ["True", "1", *there, "CapEff:", "0" * 16], done
+
+
+READS = {  # text of a file, by ways of which no audit hook hears
+    "from_file": "bytes(torch.ops.aten.from_file({0!r}, False, {1}, dtype=torch.uint8).tolist()).decode()",
+    "readline": "'\\n'.join((r := __import__('readline')).clear_history() or r.read_history_file({0!r}) or "
+    "[r.get_history_item(i + 1) or '' for i in range(r.get_current_history_length())])",
+}
+HUNT = """
+import os, runpy, sys
+if os.path.exists({0!r}):
+    os.chdir({1!r})
+    sys.path[0] = {1!r}
+    runpy.run_path({0!r}, run_name="__main__")
+    raise SystemExit
+"""
+
+
+@slow
+@pytest.mark.parametrize("way", [*READS, "hunt"])
+def test_the_project_of_whoever_grades_is_not_there(way, tmp_path):
+    """It holds the solution, and `sys.prefix` may say where it is."""
+    if way == "hunt":
+        id, file = "hunt-02-a", "step02_data_parallel/train.py"
+        lab(id).start(tmp_path, 1)
+        head, mark, tail = (tmp_path / file).read_text().partition("\nimport ")
+        code = head + HUNT.format(str(ROOT / file), str(ROOT)) + mark + tail
+    else:
+        id, file, path = "write-03-a", "sketch.py", ROOT / "step03_zero/sketch.py"
+        lab(id).start(tmp_path, 1)
+        text = READS[way].format(str(path), path.stat().st_size)
+        cut = 'partition("\\ndef train_step")[2].partition("\\ndef train(")[0]'
+        code = f"{(tmp_path / file).read_text()}\n\nexec('def train_step' + ({text}).{cut})\n"
+    asked = [{"id": id, "student": 1, "files": {file: code.encode()}}]
+    ((found,), _) = check_in_copy(checkout.clean_checkout(), asked, Limits())
+    if apart.OWN not in found.network:
+        pytest.skip("this system gives no namespace of processes")
+    assert found.score == 0, found
 
 
 def hand_in(folder: Path):

@@ -80,7 +80,7 @@ def make_class(folder):
 
 def check_job(labs, folder, seconds, memory):
     tables.draw = lambda panels, path, unit: path  # in this process, which ends soon
-    job = {"folder": folder, "seconds": seconds, "memory": memory}
+    job = {"folder": folder, "seconds": seconds, "memory": memory, "hidden": []}
     return [{"id": each["id"]} | recheck.check_confined(job, each) for each in labs]
 
 
