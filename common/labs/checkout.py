@@ -132,13 +132,19 @@ def check_in_copy(pristine: Checkout, asked: list[dict], limits: Limits) -> tupl
 
     Args:
         asked: for each lab its `id`, the `student` whose variant it is, and `files`, bytes by path.
+
+    Raises Stopped if grading was asked to end.
     """
     results, left = [], [lab | {"files": _encoded(lab["files"])} for lab in asked]
     if not left:
         return [], []
+    if OURS.stopped.is_set():  # before a copy is unpacked
+        raise Stopped
     with tempfile.TemporaryDirectory(prefix="labs-", ignore_cleanup_errors=True) as folder:
         copy = pristine.write(Path(folder) / "project")
         while left:
+            if OURS.stopped.is_set():
+                raise Stopped
             found = _run(copy, Path(tempfile.mkdtemp(dir=folder)), left, limits, pristine.digests)
             results += found
             left = left[len(found) :]

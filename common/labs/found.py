@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,25 +11,47 @@ from common.labs.submit import commit
 
 
 class Kept:
-    """Rows of `grade`, each in a file: a run that is ended loses no more than what it was at."""
+    """Rows of `grade`, each in a file: a run that is ended loses no more than what it was at.
+
+    What these files hold is remembered from the start, before a submission runs that could change them.
+    """
 
     def __init__(self, out: Path, resume: bool):
-        self.folder, self.resume = out / "rows", resume
+        self.folder, self.resume, self.lock = out / "rows", resume, threading.Lock()
+        self.texts = {path: path.read_bytes() for path in self.folder.glob("*.json") if path.is_file()}
 
     def put(self, row, labs: list[str], notes: list[str]) -> None:
         found = {id: asdict(result) for id, result in row.results.items()}
-        write_json(self._path(row, labs), {"notes": notes, "results": found})
+        text = json.dumps({"notes": notes, "results": found}, indent=2) + "\n"
+        with self.lock:
+            self.texts[self._path(row, labs)] = text.encode()
+            self._restore()
 
     def take(self, row, labs: list[str]) -> bool:
         """Whether it is known already, and so need not be checked."""
         try:
-            found = json.loads(self._path(row, labs).read_text(encoding="utf-8")) if self.resume else None
-        except (OSError, ValueError):
+            found = json.loads(self.texts[self._path(row, labs)]) if self.resume else None
+        except (KeyError, ValueError):
             return False
         if found:
             row.notes += found["notes"]
             row.results = {id: Checked(**each) for id, each in found["results"].items()}
         return bool(found)
+
+    def changed(self) -> bool:
+        """Whether these files are not what they were; then they become that again."""
+        with self.lock:
+            return self._restore()
+
+    def _restore(self) -> bool:
+        there = {path: path.read_bytes() for path in self.folder.glob("*.json") if path.is_file()}
+        for path in there.keys() - self.texts.keys():
+            path.unlink()
+        wrong = [path for path, text in self.texts.items() if there.get(path) != text]
+        for path in wrong:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.texts[path])
+        return bool(wrong or there.keys() - self.texts.keys())
 
     def _path(self, row, labs: list[str]) -> Path:
         """By all that a check depends on: another file or another commit is another path."""

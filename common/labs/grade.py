@@ -31,7 +31,7 @@ from common.labs.submit import Submission, Unreadable, commit, printable, read_s
 from common.launching.command_line import OneLineParser, summary
 from common.launching.system import FORK, require
 
-NOTHING = "nothing was handed in"
+NOTHING, STOPPED = "nothing was handed in", "not checked: grading was ended"
 SHARED = 0  # the number under which a class works together: its variants are accepted from everybody
 
 
@@ -184,10 +184,13 @@ def _check_rows(waiting: queue.Queue, labs: list[str], limits: Limits, pristine:
         if not kept.take(row, labs):
             try:
                 _check_row(row, labs, limits, pristine)
+                if kept.changed():
+                    row.notes.append("what `grade` had found of others was CHANGED while it ran, and is restored")
                 kept.put(row, labs, row.notes[len(before) :])
             except Stopped:
-                row.notes, row.results = [*before, "not checked: grading was ended"], {}
-        print(f"{row.who.number:>6}  {printable(row.name)[:30]:30}  {row.total:5.2f}  {row.file}", flush=True)
+                row.notes, row.results = [*before, STOPPED], {}
+        total = "not checked" if STOPPED in row.notes else f"{row.total:5.2f}"
+        print(f"{row.who.number:>6}  {printable(row.name)[:30]:30}  {total}  {row.file}", flush=True)
 
 
 def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Checkout) -> None:
@@ -252,7 +255,7 @@ def write_all(rows: list[Row], labs: list[str], out: Path) -> None:
                        + ["given_up", "notes"])  # fmt: skip
         table.writerows([harmless(cell) for cell in cells(row, labs)] for row in rows)
     for row in rows:
-        if row.submission:
+        if row.submission and STOPPED not in row.notes:
             write_json(out / "results" / f"{row.who.number}.json", gradescope(row, labs))
     page = write_page(rows, labs, out / "marker.html")
     networks = {result.network for row in rows for result in row.results.values()} - {""}
@@ -271,7 +274,7 @@ def cells(row: Row, labs: list[str]) -> list:
     hints = sum(about[id]["hints"] for id in labs if id in about)
     gave_up = " ".join(id for id in labs if id in about and about[id]["gave_up"])
     head = [row.who.number if row.who else "", row.name, row.file, *times, f"{row.late:.1f}"]
-    return [*head, *scores, f"{row.total:.3f}", hints, gave_up, "; ".join(row.notes)]
+    return [*head, *scores, "" if STOPPED in row.notes else f"{row.total:.3f}", hints, gave_up, "; ".join(row.notes)]
 
 
 def harmless(cell):
@@ -295,8 +298,10 @@ def gradescope(row: Row, labs: list[str]) -> dict:
 def of_one(rows: list[Row], labs: list[str]) -> dict:
     """The same where one student has uploaded something, which may be no submission: then 0, and why."""
     found = [row for row in rows if row.submission]
-    if len(found) == 1:
+    if len(found) == 1 and STOPPED not in found[0].notes:
         return gradescope(found[0], labs)
     why = [f"{row.file}: {'; '.join(row.notes)}" for row in rows if row.file and not row.submission]
-    why = [f"{len(found)} submissions: hand in one"] if found else why or ["there is no file that `submit` has made"]
+    if found:
+        why = [f"{len(found)} submissions: hand in one" if found[1:] else STOPPED]
+    why = why or ["there is no file that `submit` has made"]
     return {"score": 0, "output": "\n".join(why[:10]), "visibility": "visible", "tests": []}

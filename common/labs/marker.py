@@ -40,8 +40,10 @@ def write_page(rows: list, labs: list[str], path: Path) -> Path:
         late = f"{row.late:.1f}" if row.late else ""
         link = f'<a href="#r{place}">{escape(row.name or row.file)}</a>'
         number = row.who.number if row.who else ""
-        lines.append(f"<tr><td class=n>{number}<td>{link}<td class=n>{late}{cells}<td class=n>{row.total:.2f}</tr>")
-        parts.append(f'<h2 id="r{place}">{escape(who)}: {row.total:.2f}</h2>')
+        ended = any(note.startswith("not checked: ") for note in row.notes)
+        total = "not checked" if ended else f"{row.total:.2f}"
+        lines.append(f"<tr><td class=n>{number}<td>{link}<td class=n>{late}{cells}<td class=n>{total}</tr>")
+        parts.append(f'<h2 id="r{place}">{escape(who)}: {total}</h2>')
         parts += [f"<p class=note>{escape(note)}</p>" for note in row.notes]
         parts += [_lab(row, id) for id in labs if id in row.results]
     table = f"<div class=overflow><table>{''.join(lines)}</table></div>"

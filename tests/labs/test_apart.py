@@ -134,13 +134,46 @@ def test_a_class_that_is_interrupted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(grade.signal, "signal", lambda *_: None)
     assert run() == 143 and "--resume" in capsys.readouterr().err
     rows = table(tmp_path)
-    assert (rows["7"]["total"], rows["8"]["total"]) == ("0.500", "0.000") and rows["8"]["notes"].startswith(
-        "not checked"
-    )
+    assert (rows["7"]["total"], rows["8"]["total"]) == ("0.500", "") and rows["8"]["notes"].startswith("not checked")
+    assert not (tmp_path / "out/results/8.json").exists() and rows["8"][TABLE.id] == ""
+    assert "8: not checked" in (tmp_path / "out/marker.html").read_text().replace("A[31m", "").replace(" :", ":")
     assert "REFUSED" in rows["7"]["notes"] and rows["7"]["name"] == "A[31m"
     assert run("--resume") == 0 and checked == [7, 8, 8]
     assert table(tmp_path)["8"]["total"] == "0.500" and "REFUSED" in table(tmp_path)["7"]["notes"]
     assert run() == 0 and checked == [7, 8, 8, 7, 8]
+
+
+def test_rows_of_others_cannot_be_changed(tmp_path, monkeypatch):
+    """Number 8 gives 7 a full score, and plants what it would like to be found of itself."""
+    run, rows = hand_in(tmp_path), tmp_path / "out/rows"
+
+    def check(pristine, asked, limits):
+        for path in rows.glob("7-*.json"):
+            path.write_text(path.read_text().replace('"score": 0.5', '"score": 1.0'))
+            (rows / "8-0123456789abcdef.json").write_text("{}")
+        return [Checked(TABLE.id, 0.5)], []
+
+    monkeypatch.setattr(grade, "check_in_copy", check)
+    monkeypatch.setattr(grade, "clean_checkout", lambda: None)
+    monkeypatch.setattr(OURS, "begin", lambda: None)
+    monkeypatch.setattr(grade, "keep_to_itself", lambda: None)
+    monkeypatch.setattr(grade.signal, "signal", lambda *_: None)
+    for words in ((), ("--resume",)):
+        assert run(*words) == 0
+        found = table(tmp_path)
+        assert [found[number]["total"] for number in "78"] == ["0.500", "0.500"]
+        assert "CHANGED" in found["8"]["notes"] and not found["7"]["notes"].startswith("what")
+    assert len(list(rows.iterdir())) == 2
+
+
+def test_nothing_is_begun_once_grading_is_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkout.Checkout, "write", lambda *_: pytest.fail("a copy was unpacked"))
+    OURS.stopped.set()
+    try:
+        with pytest.raises(Stopped):
+            check_in_copy(checkout.Checkout(b"", {}), [{"id": "a", "student": 1, "files": {}}], Limits())
+    finally:
+        OURS.stopped.clear()
 
 
 def test_a_copy_is_looked_at_after_every_lab(tmp_path, monkeypatch):
