@@ -136,13 +136,13 @@ def chosen(case: Case) -> list[int]:
 
 SEED = Case(**vars(routing.CASES[-1]), seed=1002)
 ROWS, MOST = 8 * 10 * 2 * 16, 8 * 16 * max(chosen(SEED))  # bytes of a rank's choices, and of what comes to the fullest
-ENOUGH = {  # bytes that a rank sends in the last case of a lab, of 8-byte numbers on 4 ranks (04-b: 3, 08-b: 8)
+ENOUGH = {  # bytes that a rank sends in the last case of a lab, of 8-byte numbers on 4 ranks (08-b: 8)
     "write-02-a": 2 * 3 / 4 * 8 * 8 * 12**2,  # an all-reduce of 8 layers of 12 x 12
     "write-02-b": 2 * 3 / 4 * 8 * 160 * 3,  # of 160 rows of 3
     "write-03-a": 3 * 3 / 4 * 8 * 10 * 64**2,  # two gathers and a reduce-scatter of 10 matrices of 64 x 64
     "write-03-b": 2 * 2 * 3 / 4 * 8 * 2000,  # in each of two steps, a reduce-scatter and a gather of 2,000
     "write-04-a": 3 / 4 * 8 * (5 * 12 * 5 + 2 * 5),  # five times 12 tokens of width 5, and a sum of the norm's 5
-    "write-04-b": 3 * 2 * 2 / 3 * 8 * 2 * 16,  # three all-reduces of a number per token, of 2 x 16
+    "write-04-b": 3 * 2 * 3 / 4 * 8 * 2 * 6,  # three all-reduces of a number per token, of 2 x 6
     "write-06-a": 3 * 2 * 8 * 8 * 512,  # keys and values of 8 tokens of width 512, to all others of 4 ranks
     "write-06-b": 4 * 4 * 8 * 8 * 512,  # and their gradients, once around
     "write-07-a": 3 / 4 * (ROWS + MOST + 8 * 8),  # there and back, and the counts of 8 experts
