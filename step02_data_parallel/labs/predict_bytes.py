@@ -151,7 +151,12 @@ def norms_of(student: int) -> Experiment:
             0.01,
             batches,
             "Every gradient is M times as large, so the norm is. Adam would hide it; clipping would not.",
-            {"divides": 1 / batches, "takes the square root, as if they were independent": batches**0.5, **other},
+            {
+                "divides": 1 / batches,
+                "takes the square root, as if they were independent": batches**0.5,
+                "counts the micro-batches of all ranks, where M are those of one": float(ranks * batches),
+                **other,
+            },
         ),
         Question(
             "owners",

@@ -57,11 +57,12 @@ class Tables(Lab):
         case = self.case(student)
         _, timeline = self.best(case)
         costs = ", ".join(f"{kind} {case.costs.of(kind):g}" for kind in "FBIW")
+        cells = "F0, B0, or in place of a B its halves I0 and W0" if self.split else "F0 and B0"
         lines = [
             f"# {case.pp} ranks, {case.micro_batches} micro-batches. Costs: {costs}; messages take no time.",
             f"# Time: at most {timeline.makespan:g}.",
             f"# Memory: at most {case.unfinished} unfinished micro-batches on a rank.",
-            "# A line for each rank. Cells are F0, B0, or in place of a B its halves I0 and W0.",
+            f"# A line for each rank. Cells are {cells}.",
         ]
         (folder / "schedule.csv").write_text("\n".join([*lines, *["F0,"] * case.pp]) + "\n", encoding="utf-8")
 
