@@ -4,15 +4,17 @@ Both are graded: the place, in answer.toml, and the fix, by a training that the 
 the losses and gradient norms that the project's own code has on one process.
 """
 
+import ast
 import difflib
 import re
 import tempfile
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UsageError
-from common.labs.answers import read_answers
+from common.labs.answers import keep, kept, read_answers
 from common.labs.copies import Edit, copy_project, edited, files, read, shown
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
@@ -22,6 +24,9 @@ from common.launching.system import FORK, require
 NEAR = 3  # lines around the bug that count as its place
 TOLERANCE = 1e-9  # relative, of losses and gradient norms in float64
 WORDS = 4  # that an explanation has at least
+GUESSES = 5  # wrong places, after which a place is judged only with a repair that works: to try all is no hunt
+NAMED = "places.jsonl"  # the wrong ones so far, in the student's folder
+FIRST = "What is the first number that differs, and who computes it?"
 
 DIGITS = """\
 { set +x; } 2>/dev/null
@@ -49,22 +54,37 @@ def handout(story: str, before: str, note: str = "") -> str:
         "trains both, prints all digits of their losses and gradient norms, and lays one run on top of the other. "
         "Without the bug, ten digits and more are the same.",
         f"Find the line, or where one is missing, write it into `answer.toml`, and repair it in this folder. {note}",
-        "Do not compare this folder with the project's own files, as `diff -r` does: that names the line at once, and "
-        "spoils the hunt.",
-        f"*Before:* {before}. *Graded:* half for the place, half for the fix, on a training that you have not seen.",
+        "Do not compare this folder with the project's own files or with another hunt's, as `diff -r` does: that names "
+        "the line at once, and spoils the hunt.",
+        f"*Before:* {before}. *Graded:* half for the place, half for the fix, on a training that you have not seen. "
+        "Every check says how near your place is; after five wrong ones, only if your repair works.",
     )
     return "\n\n".join(textwrap.fill(part, 120, break_on_hyphens=False) for part in parts) + "\n"
 
 
 @dataclass(frozen=True)
 class Bug:
-    """One variant. What is seen must agree: first a training that is right, then one that the bug changes."""
+    """One variant. What is seen must agree: first a training that is right, then one that the bug changes.
+
+    A copy with the bug has as many lines as without it, and what stands beside it does not say what is right: see
+    tests/labs/test_giveaways.py.
+    """
 
     edits: tuple[Edit, ...]
     seen: tuple[Launch, Launch]  # what the lab tells the student to run
     unseen: Launch  # what grades the fix
+    ask: str  # a question that leads from the file to the line
     why: str  # what goes wrong, and why no one noticed
     source: str  # who shipped it, with the address, or NOBODY
+    beside: tuple[
+        Edit, ...
+    ] = ()  # what else is changed, such as docstrings, so that nothing gives it away: not the place
+    anywhere: bool = False  # what is missing can be added in several places, and all of them are right
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """By path, the text of each file in the student's copy that differs from ours."""
+        return edited(self.beside + self.edits)
 
 
 @dataclass(frozen=True)
@@ -79,7 +99,7 @@ class Hunt(Lab):
 
     def start(self, folder: Path, student: int) -> None:
         bug = self.bug(student)
-        copy_project(folder, self.step, bug.edits, self.extra)
+        copy_project(folder, self.step, bug.beside + bug.edits, self.extra)
         (folder / "answer.toml").write_text(ANSWER, encoding="utf-8")
         (folder / "run.sh").write_text(self.script(bug), encoding="utf-8")
 
@@ -98,11 +118,18 @@ class Hunt(Lab):
     def check(self, folder: Path, student: int) -> Verdict:
         bug = self.bug(student)
         place, said, looked = self._grade_place(folder, bug)
-        if not self._changed(folder, bug):
-            return Verdict(place, (said, "fix: all files are as you got them; repair the one with the bug."))
+        graded, changed = (place, said), self._changed(folder, bug)
+        if looked and self._wrong_places(folder, place) > GUESSES:
+            again = f"Measure: {FIRST[0].lower()}{FIRST[1:]}"
+            graded = (
+                0.0,
+                f"place: you have named {GUESSES} wrong ones. Now it is judged with a repair that works. {again}",
+            )
+        if not changed:
+            return Verdict(graded[0], (graded[1], "fix: all files are as you got them; repair the one with the bug."))
         wrong = self._wrong_after_fix(folder, bug)
         if wrong:
-            return Verdict(place, (said, f"fix: not yet. On a training that you have not seen, {wrong}."))
+            return Verdict(graded[0], (graded[1], f"fix: not yet. On a training that you have not seen, {wrong}."))
         if looked and place < 0.5:
             place, said = self._grade_repair(folder, bug, place, said)
         return Verdict(
@@ -117,28 +144,30 @@ class Hunt(Lab):
         answers, ours = read_answers(folder), self.places(bug)
         file, line = self._as_seen_here(answers["file"]), int(answers["line"])
         repaired = {path.as_posix(): self._repaired(folder, bug, path) for path in files(self.step, self.extra)}
-        if self._is_missing(bug):
+        if bug.anywhere:
             if _near(line, repaired.get(file, [])):
-                cut = f"We cut a line in {next(iter(ours))}; yours will do as well."
+                cut = f"We planted it in {next(iter(ours))}; yours will do as well."
                 return 0.5, f"place: right, as your repair works there. {cut}"
             where = ", ".join(each for each, changes in repaired.items() if changes)
-            return place, f"place: a line is missing, and you have repaired it in {where}: name the line where you did."
+            return place, f"place: your repair works, and it is in {where}: name the line where you made it."
         if file in ours:
             return place, said
         if any(repaired[each] for each in ours):
             return place, f"place: your repair works, and is not in {file}. Which line of which file does it change?"
-        ask = "What is the first number that differs, and who computes it?"
-        return place, f"place: your repair works, but it corrects in {file} what goes wrong before. {ask}"
+        return place, f"place: your repair works, but it corrects in {file} what goes wrong before. {FIRST}"
 
-    @staticmethod
-    def _is_missing(bug: Bug) -> bool:
-        """Whether the bug is nothing but lines that are not there."""
-        pairs = [(read(ROOT / file), text) for file, text in edited(bug.edits).items()]
-        return all(tag in ("equal", "delete") for pair in pairs for tag, *_ in _changes(*pair))
+    def _wrong_places(self, folder: Path, place: float) -> int:
+        """How many different wrong places the student has named by now, with this one, which is worth `place`."""
+        answers = read_answers(folder)
+        row = {"file": self._as_seen_here(answers["file"]), "line": int(answers["line"])}
+        before = [each for each in kept(folder / NAMED) if each != row]
+        if place < 0.5 and row not in kept(folder / NAMED):
+            keep(folder / NAMED, row)
+        return len(before) + 1
 
     def _repaired(self, folder: Path, bug: Bug, file: Path) -> list[tuple[int, int]]:
         """First and last line of each of the student's changes, in the file as they got it."""
-        changes = _changes(shown(file, bug.edits), read(folder / file))
+        changes = _changes(shown(file, bug.beside + bug.edits), read(folder / file))
         return [(first + 1, max(first + 1, behind)) for tag, first, behind, *_ in changes if tag != "equal"]
 
     def _as_seen_here(self, file: str) -> str:
@@ -151,7 +180,7 @@ class Hunt(Lab):
         for file in files(self.step, self.extra):
             if not (folder / file).is_file():
                 raise UsageError(f"{folder / file} is missing: `reset` brings it back")
-            found |= read(folder / file) != shown(file, bug.edits)
+            found |= read(folder / file) != shown(file, bug.beside + bug.edits)
         return found
 
     def _grade_place(self, folder: Path, bug: Bug) -> tuple[float, str, bool]:
@@ -170,17 +199,21 @@ class Hunt(Lab):
             return 0.0, f"{ask} (why): in at least {WORDS} words, it has {words}.", False
         ranges = self.places(bug)
         if file not in ranges:
-            ask = "What is the first number that differs, and who computes it?"
-            return 0.0, f"place: the bug is not in {file}. {ask}", True
+            return 0.0, f"place: the bug is not in {file}. {FIRST}", True
         if not _near(int(line), ranges[file]):
-            return 0.25, f"place: {file} is right, but line {line} is not.", True
+            parts = _parts(bug.texts[file])
+            here, there = parts(int(line)), {parts(each) for low, high in ranges[file] for each in (low, high)}
+            near = f"and so is {here}, but not line {line}" if here in there else f"but line {line} is in another part"
+            return 0.25, f"place: {file} is right, {near}. {bug.ask}", True
         return 0.5, f"place: right, {file} near line {line}.", True
 
     def places(self, bug: Bug) -> dict[str, list[tuple[int, int]]]:
         """By file, the first and the last line of each change, in the file with the bug."""
-        found = {}
-        for file, text in edited(bug.edits).items():
-            changes = [each for each in _changes(read(ROOT / file), text) if each[0] != "equal"]
+        found, ours = {}, edited(bug.beside)
+        for file in dict.fromkeys(edit.file for edit in bug.edits):
+            changes = [
+                each for each in _changes(ours.get(file) or read(ROOT / file), bug.texts[file]) if each[0] != "equal"
+            ]
             found[file] = [(first + 1, max(first + 1, behind)) for _, _, _, first, behind in changes]
         return found
 
@@ -201,7 +234,7 @@ class Hunt(Lab):
     def solution(self, student: int) -> str:
         bug = self.bug(student)
         lines = []
-        for file, text in edited(bug.edits).items():
+        for file, text in bug.texts.items():
             pair = text.splitlines(keepends=True), read(ROOT / file).splitlines(keepends=True)
             lines += difflib.unified_diff(*pair, f"{file}, as you got it", f"{file}, right", n=2)
         return f"{''.join(lines)}\n{bug.why}\n\nWho shipped it: {bug.source}\n"
@@ -216,3 +249,15 @@ def _changes(before: str, after: str) -> list[tuple[str, int, int, int, int]]:
 
 def _near(line: int, ranges: list[tuple[int, int]]) -> bool:
     return any(low - NEAR <= line <= high + NEAR for low, high in ranges)
+
+
+def _parts(text: str) -> Callable[[int], str]:
+    """What names the part of a file that holds a line: the function, or the class, or neither."""
+    kinds = ast.FunctionDef | ast.ClassDef
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+
+    def part(line: int) -> str:
+        around = [node for node in nodes if node.lineno <= line <= node.end_lineno]
+        return f"`{max(around, key=lambda node: node.lineno).name}`" if around else "what is outside of functions"
+
+    return part

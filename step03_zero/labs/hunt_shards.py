@@ -13,13 +13,15 @@ LAST_SHARD = Bug(
         Edit(
             UNIT,
             "self.reduced = summed.clone() if self.reduced is None else self.reduced.add_(summed)",
-            "self.reduced = summed.clone()",
+            "self.reduced = summed.clone() if self.scattering is None else self.reduced.add_(summed)",
         ),
     ),
     seen=(ONE, Launch(TRAIN, "--zero 2", 2)),
     unseen=Launch(TRAIN, "--zero 3 --micro-batch 2", 3),
-    why="Stages 2 and 3 reduce-scatter every micro-batch, and its shard must be added to those before it. Here the "
-    "last one replaces them. Stage 1 reduces once per step, and is right: compare --zero 1.",
+    ask="Print the shard of a sum after each micro-batch: when is it the first one, and how does the code know?",
+    why="Stages 2 and 3 reduce-scatter every micro-batch, and its shard must be added to those before it. Whether "
+    "there are any is asked of what is in flight, which nothing is any more, so each one replaces those before it. "
+    "Stage 1 reduces once per step, and is right: compare --zero 1.",
     source="in another place, but with the same symptom, NeMo Automodel "
     "(https://github.com/NVIDIA-NeMo/Automodel/pull/3530).",
 )
@@ -28,16 +30,25 @@ COPIES_COUNTED = Bug(
     edits=(
         Edit(
             ZERO,
+            "        shard, replica = (getattr(mesh, name) for name in parameters[0].spec.shard_groups)\n"
             "        for parameter in parameters:\n            parameter.spec.owner &= replica.rank == 0  "
-            "# of the copies, the first one counts and saves it\n",
-            "",
+            "# of the copies, the first one counts and saves it\n"
+            "        return Unit(parameters, self.stage, shard, replica)\n",
+            "        unit = Unit(parameters, self.stage, "
+            "*(getattr(mesh, name) for name in parameters[0].spec.shard_groups))\n"
+            "        for parameter in parameters:\n            parameter.spec.owner &= unit.replicas.rank == 0  "
+            "# of the copies, the first one counts and saves it\n"
+            "        return unit\n",
         ),
     ),
+    anywhere=True,
     seen=(ONE, Launch(TRAIN, "--zero 1 --zero-replicas 2", 4)),
     unseen=Launch(TRAIN, "--zero 3 --zero-replicas 2 --clip 0.5 --micro-batch 1", 4),
-    why="With hybrid sharding several ranks hold the same shard. All of them count it in the gradient norm, which is "
-    "so the square root of the number of copies too large. Nothing shows it until gradients are clipped: then every "
-    "update is too small.",
+    ask="The norm counts pieces of parameters. Who tells them which rank counts them, and when?",
+    why="With hybrid sharding several ranks hold the same shard, and one of them is to count it. But a unit copies the "
+    "specs of its parameters for its pieces when it is made, and here they say so only after that. So all ranks count "
+    "their copies, and the gradient norm is too large by the square root of the number of copies. Nothing shows it "
+    "until gradients are clipped: then every update is too small.",
     source="VeOmni, with FSDP2 and replicas (https://github.com/ByteDance-Seed/VeOmni/issues/184).",
 )
 
@@ -47,8 +58,7 @@ LABS = [
         title="A sum in pieces, and not the same",
         minutes=25,
         task=handout(
-            "ZeRO divides what data parallelism keeps on every rank, and changes no number. Since the last commit it "
-            "does.",
+            "ZeRO divides what data parallelism keeps on every rank, and changes no number. In this folder it does.",
             before="lesson 3",
         ),
         hints=(

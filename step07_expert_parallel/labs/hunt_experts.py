@@ -1,4 +1,4 @@
-"""Hunt in step 7: experts whose gradients are too small, and tokens that come home to others."""
+"""Hunt in step 7: experts that are too much alike, routers that are not, and gradients that go to others."""
 
 from common.labs.copies import Edit
 from common.labs.hunt import NOBODY, Bug, Hunt, handout
@@ -8,26 +8,23 @@ TRAIN, APPLY = "step07_expert_parallel/train.py", "step07_expert_parallel/apply_
 DISPATCHER = "step07_expert_parallel/expert_parallel.py"
 ONE = Launch(TRAIN, "--experts 4")
 
-AVERAGED = Bug(
+ALIKE = Bug(
     edits=(
         Edit(
-            TRAIN,
-            "        gradients = pipeline.finish()\n",
-            "        gradients = pipeline.finish()\n"
-            "        for parameter, gradient in zip(optimizer.parameters, gradients):\n"
-            "            if parameter.spec.shard_groups[0] == 'expert_shard':\n"
-            "                gradient.div_(mesh.ep.size)\n",
+            APPLY,
+            "mine = count * ep.rank, count * (ep.rank + 1)",
+            "mine = count * mesh.expert_shard.rank, count * (mesh.expert_shard.rank + 1)",
         ),
     ),
     seen=(ONE, Launch(TRAIN, "--experts 4 --ep 2", 2)),
     unseen=Launch(TRAIN, "--experts 4 --ep 2 --micro-batch 1 --zero 1", 4),
-    why="An expert has seen the tokens of all ranks that sent it some, so its gradient is complete: it is a sum of "
-    "shares of the mean like every other one. Dividing it by the number of ranks makes it too small by that factor. "
-    "Adam divides the factor away again.",
-    source="factors of this kind have been wrong in both directions. DeepSpeed divided experts' "
-    "gradients by another number of ranks than all others' (https://github.com/deepspeedai/DeepSpeed/pull/6546, "
-    "/pull/5259); in Megatron-FSDP they came out ep times too large "
-    "(https://github.com/NVIDIA/Megatron-LM/pull/5956).",
+    ask="Print what an expert multiplies by, before the first step: which of the model's experts is it?",
+    why="Which experts a rank has follows from its place in `ep`. `expert_shard` joins ranks that have the same ones, "
+    "and share them for ZeRO; its rank is 0 on both. So both ranks make the weights of experts 0 and 1, and the model "
+    "has two different experts instead of four. Every shape is right, tokens find their way, and it learns.",
+    source="FastMoE, where all workers had the same seed, and so the same experts "
+    "(https://github.com/laekov/fastmoe/pull/4). In DeepSpeed both ranks loaded the first half of the experts "
+    "(https://github.com/deepspeedai/DeepSpeed/issues/6589).",
 )
 
 ROUTER_APART = Bug(
@@ -38,8 +35,10 @@ ROUTER_APART = Bug(
             "spec = replace(spec, owner=tp.rank == 0)",
         ),
     ),
+    beside=(Edit(APPLY, "as in the norms, so that those gradients are summed over `tp`.", "as in the norms."),),
     seen=(ONE, Launch(TRAIN, "--experts 4 --tp 2", 2)),
     unseen=Launch(TRAIN, "--experts 4 --tp 2 --ep 2 --micro-batch 2", 4),
+    ask="For each weight that is set up here: which tokens is its gradient of, and who adds up the others?",
     why="Under sequence parallelism a rank's router sees a part of the tokens, so its gradient is a partial sum. "
     "Without the sum over tp every rank updates its copy by its own part: routers drift apart. The forward of step 0 "
     "is right.",
@@ -48,19 +47,20 @@ ROUTER_APART = Bug(
     "earlier report of routers that drift apart is https://github.com/pytorch/torchtitan/pull/2388.",
 )
 
-WRONG_WAY_HOME = Bug(
+GRADIENTS_ASTRAY = Bug(
     edits=(
         Edit(
             DISPATCHER,
-            "self.home.finish(self.home.start(_Permute.apply(rows, inverse(self.order))))",
-            "self.home.finish(self.home.start(_Permute.apply(rows, self.order)))",
+            "return gradient.index_select(0, inverse(order)), None",
+            "return gradient.index_select(0, order), None",
         ),
     ),
     seen=(ONE, Launch(TRAIN, "--experts 4 --ep 2", 2)),
     unseen=Launch(TRAIN, "--experts 8 --ep 2 --micro-batch 1", 4),
-    why="Rows that arrive are sorted by expert, and must be put back into the order of their arrival before they are "
-    "sent home. The order is a permutation; its inverse leads back. Applied twice instead, it leads elsewhere, "
-    "except where it is its own inverse: tokens get the outputs of others.",
+    ask="Take the example in `TokenDispatcher`: row 3 arrives at place 1. Where does its gradient go?",
+    why="Rows that arrive are sorted by expert, and put back before they are sent home. In the backward each of these "
+    "permutations must be undone, which takes its inverse. Applied once more instead, it leads elsewhere, except where "
+    "it is its own inverse: experts and tokens get gradients of others. The first loss is right.",
     source=NOBODY,
 )
 
@@ -70,17 +70,18 @@ LABS = [
         title="Experts abroad",
         minutes=30,
         task=handout(
-            "A model with four experts per layer should train alike on one rank and on two. Since the last commit it "
-            "does not.",
+            "A model with four experts per layer should train alike on one rank and on two. In this folder it does "
+            "not.",
             before="lesson 7",
         ),
         hints=(
-            "Is the loss of step 0 right? Then tokens find their experts and the way back.",
+            "Is the loss of step 0 right, to the last digits? Then tokens find their experts and the way back: look for "
+            "a gradient. If it differs, even only in the seventh digit, look at what the forward meets on its way.",
             "Who sees which tokens: the router of a rank, an expert of a rank, everything else? Whose gradient is a "
-            "part of a sum, and whose is complete?",
-            "Print, on one rank and on two, the norm of each parameter's gradient in step 0, and see whose differs, "
-            "and by which factor.",
+            "part of a sum, whose is complete, and which way has it come?",
+            "Print, on one rank and on two, the norm of each parameter and of its gradient in step 0, and see which "
+            "ones differ.",
         ),
-        bugs=(AVERAGED, ROUTER_APART, WRONG_WAY_HOME),
+        bugs=(ALIKE, ROUTER_APART, GRADIENTS_ASTRAY),
     ),
 ]

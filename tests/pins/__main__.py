@@ -108,7 +108,7 @@ def of_labs() -> Iterator[Pin]:
     for module in lab_modules():
         lines = constants(module.__file__)
         for lab in getattr(module, "LABS", []):
-            edits = [edit for bug in getattr(lab, "bugs", ()) for edit in bug.edits]
+            edits = [edit for bug in getattr(lab, "bugs", ()) for edit in bug.beside + bug.edits]
             if lab.kind == "predict":
                 edits = [edit for each in vars(module).values() if isinstance(each, tuple) for edit in each]
             for file, old, _ in (edit for edit in edits if isinstance(edit, Edit)):
