@@ -118,18 +118,18 @@ class Hunt(Lab):
     def check(self, folder: Path, student: int) -> Verdict:
         bug = self.bug(student)
         place, said, looked = self._grade_place(folder, bug)
-        graded, changed = (place, said), self._changed(folder, bug)
-        if looked and self._wrong_places(folder, place) > GUESSES:
-            again = f"Measure: {FIRST[0].lower()}{FIRST[1:]}"
-            graded = (
-                0.0,
-                f"place: you have named {GUESSES} wrong ones. Now it is judged with a repair that works. {again}",
-            )
+        worth, told, changed = place, said, self._changed(folder, bug)
+        named = self._wrong_places(folder, place) if looked else 0
+        if named > GUESSES:
+            worth, told = 0.0, f"place: you have named {GUESSES} wrong ones. Now it is judged with a repair that works."
+            told += f" Measure: {FIRST[0].lower()}{FIRST[1:]}"
+        elif looked and place < 0.5:
+            told = f"{said} (Wrong place {named} of {GUESSES}.)"
         if not changed:
-            return Verdict(graded[0], (graded[1], "fix: all files are as you got them; repair the one with the bug."))
+            return Verdict(worth, (told, "fix: all files are as you got them; repair the one with the bug."))
         wrong = self._wrong_after_fix(folder, bug)
         if wrong:
-            return Verdict(graded[0], (graded[1], f"fix: not yet. On a training that you have not seen, {wrong}."))
+            return Verdict(worth, (told, f"fix: not yet. On a training that you have not seen, {wrong}."))
         if looked and place < 0.5:
             place, said = self._grade_repair(folder, bug, place, said)
         return Verdict(

@@ -75,8 +75,8 @@ LABS = [
             before="lesson 7",
         ),
         hints=(
-            "Is the loss of step 0 right, to the last digits? Then tokens find their experts and the way back: look for "
-            "a gradient. If it differs, even only in the seventh digit, look at what the forward meets on its way.",
+            "Is the loss of step 0 right, to the last digits? Then tokens find their experts and the way back, and you "
+            "look for a gradient. If it differs, even only in the seventh digit, look at what the forward uses.",
             "Who sees which tokens: the router of a rank, an expert of a rank, everything else? Whose gradient is a "
             "part of a sum, whose is complete, and which way has it come?",
             "Print, on one rank and on two, the norm of each parameter and of its gradient in step 0, and see which "

@@ -70,6 +70,7 @@ GAIN_OF_OWN_HEADS = Bug(
     "sequence parallelism nothing is wrong, because gains of norms are summed over tp there anyway.",
     source="we know of no public report of this very order. VeOmni did not add up other ranks' gradients of a gathered "
     "sequence either (https://github.com/ByteDance-Seed/VeOmni/pull/681).",
+    anywhere=True,
 )
 
 LABS = [

@@ -70,11 +70,14 @@ def test_a_place_is_judged_by_how_near_it_is(tmp_path):
 def test_who_tries_all_places_is_told_no_more(tmp_path, monkeypatch):
     """From then on a place counts with a repair that works; naming a wrong one once more is no further guess."""
     lab, bug = LABS[1], LABS[1].bug(0)
+    assert GUESSES == 5 and "after five wrong ones" in " ".join(lab.task.split())
     lab.start(tmp_path, 0)
     file, line = place(lab, bug)
     for number in [*range(1, GUESSES + 1), 1, 2]:
         answer(tmp_path, "common/model.py", number)
-        assert "the bug is not in common/model.py" in lab.check(tmp_path, 0).feedback[0], number
+        found = lab.check(tmp_path, 0)
+        assert "the bug is not in common/model.py" in found.feedback[0], number
+    assert f"(Wrong place {GUESSES} of {GUESSES}.)" in found.feedback[0]
     for guess in (("common/model.py", GUESSES + 1), (file, line + 40), (file, line)):
         answer(tmp_path, *guess)
         found = lab.check(tmp_path, 0)

@@ -50,7 +50,9 @@ def test_nothing_is_left_out(found):
     assert places["mutant"].keys() - of_kernels == {pins.place(quote.file, quote.line) for quote in quotes}
     labs = all_labs().values()
     bugs = [bug for lab in labs if lab.kind == "hunt" for bug in lab.bugs]
-    assert sum(places["hunt"].values()) == len({edit for bug in bugs for edit in bug.beside + bug.edits})
+    assert sum(places["hunt"].values()) == len(
+        {(edit.file, edit.old) for bug in bugs for edit in bug.beside + bug.edits}
+    )
     assert sum(places["write"].values()) == sum(len(lab.bodies) for lab in labs if lab.kind in ("write", "gpu"))
     assert places["predict"].keys() and all(where.startswith("step02") for where in places["predict"])
     edits = [edit for answers in ANSWERS.values() for each, _ in answers for edit in each]
