@@ -175,7 +175,7 @@ def hunted(tmp_path, monkeypatch):
     """Hand in an answer near this line with a fix after which the unseen training has this loss."""
     monkeypatch.setattr(hunt, "copy_project", lambda *_: None)
     monkeypatch.setattr(hunt, "files", lambda *_: [])
-    lab = Hunt("hunt-01-z", "", 1, "", ("", "", ""), bugs=(Bug((EDIT,), SEEN, UNSEEN, "why", "nobody"),))
+    lab = Hunt("hunt-01-z", "", 1, "", ("", "", ""), bugs=(Bug((EDIT,), SEEN, UNSEEN, "ask?", "why", "nobody"),))
     (line,) = lab.places(lab.bug(0))["common/labs/rules.py"]
     (tmp_path / "common/labs").mkdir(parents=True)
     (tmp_path / "common/labs/rules.py").touch()
