@@ -49,7 +49,7 @@ GAIN_OF_OWN_HEADS = Bug(
     "The forward is the same. But in the backward the norm comes first, and on each rank it meets the gradient of the "
     "rank's own heads. That of its gain is a partial sum, and each rank updates its copy by its own part. With "
     "sequence parallelism nothing is wrong, because gains of norms are summed over tp there anyway.",
-    source="we know of no public report of this very order. In two of Megatron-LM's variants of latent attention it was "
+    source="we know of no public report of this order. In two of Megatron-LM's variants of latent attention it was "
     "the rotated key whose gradient was not added up (https://github.com/NVIDIA/Megatron-LM/issues/1699, /pull/6839).",
     anywhere=True,
 )
