@@ -9,9 +9,6 @@ from common.labs.written import Failure
 DIED = "died without a word (killed, out of memory, os._exit, or by a message of another size than it waited for)"
 
 
-TOO_BUSY = "it was ended although it went on: this machine is too busy to tell. Check once more."
-
-
 def describe(found: dict[int, Failure], finished: dict[int, Notes], ranks: int) -> str:
     """The first cause of a failure in a sentence: no rank that has only lost its peer, and of a hang all ranks."""
     if not found:

@@ -6,16 +6,12 @@ grades. It writes grades.csv, marker.html with what people have to read, and for
 Gradescope reads them.
 """
 
-import csv
 import queue
-import re
 import signal
 import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 from common.errors import UsageError
@@ -25,39 +21,15 @@ from common.labs.checkout import OURS, Checked, Checkout, Limits, Stopped, check
 from common.labs.closed import is_refusal
 from common.labs.find import ROOT
 from common.labs.found import Kept, write_json
-from common.labs.marker import write_page, written_by
-from common.labs.roster import Student, hours_late, moment, read_roster
-from common.labs.submit import Submission, Unreadable, commit, printable, read_submission
+from common.labs.grades import of_one, write_all
+from common.labs.marker import written_by
+from common.labs.roster import moment, read_roster
+from common.labs.rows import STOPPED, Row, collect
+from common.labs.submit import commit, printable
 from common.launching.command_line import OneLineParser, summary
 from common.launching.system import FORK, require
 
-NOTHING, STOPPED = "nothing was handed in", "not checked: grading was ended"
 SHARED = 0  # the number under which a class works together: its variants are accepted from everybody
-
-
-@dataclass
-class Row:
-    """What is known of one student, or of one file that is nobody's."""
-
-    who: Student | None
-    file: str = ""
-    submission: Submission | None = None
-    submitted: datetime | None = None
-    deadline: datetime | None = None
-    results: dict[str, Checked] = field(default_factory=dict)  # by lab
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.who.name if self.who else ""
-
-    @property
-    def late(self) -> float:
-        return hours_late(self.submitted, self.deadline)
-
-    @property
-    def total(self) -> float:
-        return sum(result.score for result in self.results.values())
 
 
 def main(argv: list[str]) -> int:
@@ -99,60 +71,6 @@ def main(argv: list[str]) -> int:
         print("error: ended by a signal; `--resume` goes on with those that were not checked", file=sys.stderr)
         return 143
     return 0
-
-
-# ---- who has handed in what ------------------------------------------------------------------------------------------
-
-
-def collect(folder: Path, roster: dict[int, Student], deadline: datetime | None) -> list[Row]:
-    """A row for everybody on the roster, and then one for each file that is nobody's, or has no one's number."""
-    mine: dict[int, list[Row]] = {}
-    others = []
-    hidden = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
-    paths = [folder] if (folder / "submission.json").exists() else list(hidden)  # Gradescope unpacks them
-    for path in paths:
-        row = Row(None, printable(path.name))
-        try:
-            row.submission = read_submission(path)
-        except Unreadable as error:
-            row.notes.append(str(error))
-            said = re.search(r"submission-(\d{1,9})\b", path.name)  # as `submit` names it
-            row.who = roster.get(int(said[1])) if said else None
-            mine.setdefault(row.who.number, []).append(row) if row.who else others.append(row)
-            continue
-        about = row.submission.about
-        try:
-            row.submitted = moment(about["made"])
-        except UsageError:
-            row.notes.append("it does not say when it was made")
-        row.notes += [f"left out: {each}" for each in row.submission.left_out]
-        if not row.submission.files:
-            row.notes.append("it is empty: no file of a lab was changed")
-        row.who = roster.get(about["student"])
-        if roster and row.who is None:
-            row.notes.append(f"number {about['student']} ({about['name'] or 'no name'}) is not on the roster")
-        row.who = row.who or Student(about["student"], about["name"])
-        if about["name"] and roster and about["name"].casefold() != row.who.name.casefold():
-            row.notes.append(f"the file says {about['name']!r}, the roster {row.who.name!r}")
-        mine.setdefault(row.who.number, []).append(row)
-    rows = []
-    for number, student in (roster | {number: each[0].who for number, each in mine.items()}).items():
-        found = sorted(mine.get(number, []), key=_order)
-        row = found[-1] if found else Row(student, notes=[NOTHING])
-        if found[1:]:
-            row.notes.append(f"{len(found)} files; the last one counts, not {', '.join(x.file for x in found[:-1])}")
-        row.submitted = student.submitted or row.submitted
-        row.deadline = student.deadline or deadline
-        rows.append(row)
-    return sorted(rows, key=lambda row: row.who.number) + others
-
-
-def _order(row: Row) -> tuple:
-    """Of several files of a student the last in this order counts: one that can be read, and the latest of these."""
-    return row.submission is not None, row.submitted is not None, row.submitted or 0, row.file
-
-
-# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def check_all(rows: list[Row], labs: list[str], limits: Limits, jobs: int, kept: Kept) -> None:
@@ -241,67 +159,3 @@ def note_same_code(rows: list[Row]) -> None:
         for row in group if len(group) > 1 else ():
             others = ", ".join(str(each.who.number) for each in group if each is not row)
             row.notes.append(f"{id}: the same code as number {others}")
-
-
-# ---- what is written -------------------------------------------------------------------------------------------------
-
-
-def write_all(rows: list[Row], labs: list[str], out: Path) -> None:
-    """Write the table, Gradescope's files and the marker's page."""
-    (out / "results").mkdir(parents=True, exist_ok=True)
-    with (out / "grades.csv").open("w", encoding="utf-8-sig", newline="") as file:  # spreadsheets want the mark
-        table = csv.writer(file)
-        table.writerow(["number", "name", "file", "submitted", "deadline", "late_hours", *labs, "total", "hints"]
-                       + ["given_up", "notes"])  # fmt: skip
-        table.writerows([harmless(cell) for cell in cells(row, labs)] for row in rows)
-    for row in rows:
-        if row.submission and STOPPED not in row.notes:
-            write_json(out / "results" / f"{row.who.number}.json", gradescope(row, labs))
-    page = write_page(rows, labs, out / "marker.html")
-    networks = {result.network for row in rows for result in row.results.values()} - {""}
-    if networks:
-        print(f"Submissions had {' and '.join(sorted(networks))}.")
-    print(f"Wrote {out / 'grades.csv'}, {page}, and {out / 'results'} for Gradescope.")
-    if odd := [row for row in rows if row.notes not in ([], [NOTHING])]:
-        print(f"{len(odd)} of {len(rows)} rows have notes; look at these.", file=sys.stderr)
-
-
-def cells(row: Row, labs: list[str]) -> list:
-    """A line of the table. A lab that was not handed in has an empty cell, and counts as 0."""
-    about = row.submission.about["labs"] if row.submission else {}
-    times = [each.strftime("%Y-%m-%d %H:%M") if each else "" for each in (row.submitted, row.deadline)]
-    scores = [f"{row.results[id].score:.3f}" if id in row.results else "" for id in labs]
-    hints = sum(about[id]["hints"] for id in labs if id in about)
-    gave_up = " ".join(id for id in labs if id in about and about[id]["gave_up"])
-    head = [row.who.number if row.who else "", row.name, row.file, *times, f"{row.late:.1f}"]
-    return [*head, *scores, "" if STOPPED in row.notes else f"{row.total:.3f}", hints, gave_up, "; ".join(row.notes)]
-
-
-def harmless(cell):
-    """Text that no spreadsheet takes for a formula, and no terminal for a command."""
-    cell = printable(cell) if isinstance(cell, str) else cell
-    return f"'{cell}" if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@", "\t", "\r") else cell
-
-
-def gradescope(row: Row, labs: list[str]) -> dict:
-    """What Gradescope reads of one submission (gradescope-autograders.readthedocs.io, "Output format")."""
-    tests = []
-    for id in labs:
-        result = row.results.get(id) or Checked(id, feedback=["not handed in"])
-        status = "passed" if result.score == 1 else "failed"
-        output = "\n".join([*result.feedback, *([result.fault] if result.fault else [])])
-        tests.append({"name": id, "score": round(result.score, 3), "max_score": 1, "status": status, "output": output})
-    late = f"{row.late:.1f} hours late" if row.late else ""
-    return {"score": round(row.total, 3), "output": late, "visibility": "visible", "tests": tests}
-
-
-def of_one(rows: list[Row], labs: list[str]) -> dict:
-    """The same where one student has uploaded something, which may be no submission: then 0, and why."""
-    found = [row for row in rows if row.submission]
-    if len(found) == 1 and STOPPED not in found[0].notes:
-        return gradescope(found[0], labs)
-    why = [f"{row.file}: {'; '.join(row.notes)}" for row in rows if row.file and not row.submission]
-    if found:
-        why = [f"{len(found)} submissions: hand in one" if found[1:] else STOPPED]
-    why = why or ["there is no file that `submit` has made"]
-    return {"score": 0, "output": "\n".join(why[:10]), "visibility": "visible", "tests": []}

@@ -2,11 +2,9 @@
 
 Ranks are processes on the CPU that talk over gloo. One set of them serves all cases of a check: for each case, the
 first few make a world of their own. When nothing moves any more, every rank reports where it is, and the check ends.
+What a rank does is in `one_rank.py`.
 """
 
-import contextlib
-import importlib.util
-import linecache
 import math
 import multiprocessing
 import multiprocessing.forkserver
@@ -16,37 +14,30 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
 
-import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from common.errors import first_line
-from common.labs import given as giving
-from common.labs import seen, written
-from common.labs.apart import apart, give_up_rights, leave_out
-from common.labs.closed import LAB, REFERENCE, STORE, close, codes_of, guarded, keep_only, only_for_others
+from common.labs import one_rank
+from common.labs.apart import apart, leave_out
 from common.labs.cut import helpers
-from common.labs.failures import TOO_BUSY, describe, plain_line
-from common.labs.find import ROOT, all_labs, lab, module_of, names_of_modules, solutions
+from common.labs.failures import describe
+from common.labs.find import ROOT, lab, module_of, names_of_modules, solutions
 from common.labs.forks import LINUX, state
 from common.labs.given import texts_of
-from common.labs.seen import Notes, Watching, line_of
-from common.labs.written import Failure, read_failure, read_result, write_failure, write_result
+from common.labs.seen import Notes
+from common.labs.written import read_failure, read_result
 
 IDLE = 5.0  # seconds for which no rank does anything
 BUSY = 10.0  # seconds that a rank computes in one case, which should take a hundredth
 LIMIT = 60.0 if LINUX else 15.0  # seconds for a case
 GRACE = 2.0  # seconds that ranks have to report, once one has failed
 ANSWER = 8.0  # seconds that they have to say where they are, once nothing moves; on a busy machine they need some
+TOO_BUSY = "it was ended although it went on: this machine is too busy to tell. Check once more."
 
 
 class Case(SimpleNamespace):
@@ -63,6 +54,7 @@ class Outcome:
 
     results: list[list[tuple[dict, Notes]]] = field(default_factory=list)  # per finished case and rank: values, notes
     failure: str = ""  # what ended the first case that is missing
+    too_busy: bool = False  # that was this machine, so it says nothing of the file
 
 
 def run_on_ranks(id: str, file: Path, cases: list[Case]) -> Outcome:
@@ -78,12 +70,13 @@ def _run(folder: Path, id: str, file: str, cases: list[Case]) -> None:
     context, this = multiprocessing.get_context(method), lab(id)
     if method == "forkserver":
         # The second is imported by `y.backward(gradient)`: for seconds, and in every rank if it is not here already
-        preload = ["common.labs.ranks", "torch.fx.experimental.symbolic_shapes", *names_of_modules()]
+        preload = [__name__, "torch.fx.experimental.symbolic_shapes", *names_of_modules()]
         context.set_forkserver_preload(preload)
     given = helpers((ROOT / this.source).read_text(encoding="utf-8"), this.bodies)
     known = id, module_of(id), frozenset(given), texts_of(this.source, this.hidden)
     size = max(case.ranks for case in cases)
-    ranks = [context.Process(target=_rank, args=(rank, str(folder), file, cases, *known)) for rank in range(size)]
+    each = [(rank, str(folder), file, cases, *known) for rank in range(size)]
+    ranks = [context.Process(target=one_rank.run, args=args) for args in each]
     try:
         if method == "forkserver":
             _start_fork_server()
@@ -170,146 +163,9 @@ def _collect(folder: Path, cases: list[Case]) -> Outcome:
             waits = [rank for rank, each in found.items() if each.kind == "hangs"]
             if waits == [*found] and any(failures[rank].stat().st_mtime_ns < before for rank in waits):
                 outcome.failure = f"With {case}: {TOO_BUSY}"  # they have gone on since they said where they wait
+                outcome.too_busy = True
                 break
             outcome.failure = f"With {case}: {describe(found, finished, case.ranks)}"
             break
         outcome.results.append(list(results.values()))
     return outcome
-
-
-# ---- what follows runs in the ranks ----------------------------------------------------------------------------------
-
-
-def _rank(
-    rank: int, folder: str, file: str, cases: list[Case], id: str, module: str, given: Collection[str], texts: dict
-) -> None:
-    """One rank: all cases that it takes part in.
-
-    Args:
-        id, module: the lab, and which module brings it. given: names of the starter's functions.
-        texts: those that it gives out of sight.
-    """
-    give_up_rights()
-    _keep_stderr_for_python()
-    multiprocessing.current_process()._args = ()  # these
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    watching, main = [], threading.main_thread().ident
-    threading.Thread(target=_watch, args=(watching, main, Path(folder), rank), daemon=True).start()
-    leave, write, failed = os._exit, _write, Path(folder, f"failure.{rank}")  # which a file may replace
-
-    def end(why: str) -> NoReturn:
-        write(failed, write_failure(Failure("reads the reference", why, time.monotonic())))
-        leave(1)
-
-    try:
-        this = next(each for each in importlib.import_module(module).LABS if each.id == id)
-        run, given_by_us = this.run, giving.prepared(this.source, texts)
-        del texts
-        _close_the_book(this, file, given_by_us, end, folder)
-        del this
-        watching.append(Watching(file, given))
-        student = _load(file)
-        for number, case in enumerate(cases):
-            if rank >= case.ranks:
-                continue
-            world = {"store": dist.FileStore(f"{folder}/world.{number}", case.ranks), "world_size": case.ranks}
-            dist.init_process_group("gloo", rank=rank, timeout=timedelta(seconds=2 * LIMIT), **world)
-            watching.append(Watching(file, given))
-            with watching[-1] as notes:
-                values = run(student, case, rank)
-            write(Path(folder, f"{number}.{rank}"), write_result(values, notes))
-            while not all(Path(folder, f"{number}.{each}").exists() for each in range(case.ranks)):
-                time.sleep(0.002)  # so that no rank sees a connection closed
-            dist.destroy_process_group()
-    except BaseException as error:  # SystemExit too
-        if not failed.exists():  # what comes after a hang is its end
-            write(failed, write_failure(_failure(error, file, given)))
-        leave(1)
-    sys.stdout.flush()
-    leave(0)  # gloo's threads may still be releasing tensors
-
-
-def _keep_stderr_for_python() -> None:
-    """Let what Python prints arrive as before, and not the last words of C++, which say nothing of a student's file."""
-    with contextlib.suppress(OSError):
-        sys.stderr = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-
-
-def _load(file: str):
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _close_the_book(this, file: str, prepared: Callable, end: Callable[[str], NoReturn], folder: str) -> None:
-    """Give what the lab gives, and take from this process what solves or grades it, and what else it need not hold.
-
-    The process keeps what the lab's `run` uses, and what takes notes.
-    """
-    all_labs.cache_clear()
-    modules = [name for name in sys.modules if name.split(".")[1:2] == ["labs"]]
-    modules = [name for name in modules if name not in ("common.labs", giving.__name__)]
-    ours = codes_of(sys.modules[__name__], seen, written)
-    refuse = close(ROOT, ROOT / this.source, file, end, modules, ours, folder)
-    giving.given = prepared(refuse)
-    torch.from_file = torch.UntypedStorage.from_file = guarded("maps a file into memory", refuse)
-    for name, call in list(vars(dist.Store).items()):
-        if not name.startswith("_") and callable(call):
-            setattr(dist.Store, name, only_for_others(getattr(dist.Store, name), STORE, refuse, file))
-    keep_only(this.run)
-
-
-def _failure(error: BaseException, file: str, given: Collection[str]) -> Failure:
-    now = time.monotonic()
-    if isinstance(error, ImportError) and "None in sys.modules" in str(error):
-        return Failure("reads the reference", LAB if ".labs" in str(error) else REFERENCE, now)
-    walked = traceback.walk_tb(error.__traceback__)  # opens no file, as `extract_tb` does
-    frames = [(at.f_code.co_name, line) for at, line in walked if at.f_code.co_filename == file]
-    if isinstance(error, NotImplementedError) and frames:
-        return Failure("unwritten", "`{}` is not written yet (line {}).".format(*frames[-1]), now)
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return Failure("unwritten", f"line {error.lineno} is no Python: {error.msg}.", now)
-    where = ""
-    if frames:
-        inside = frames[-1][0]
-        name, line = next((each for each in reversed(frames) if each[0] not in given), frames[-1])
-        within = "" if name == inside else f"`{inside}`, which was called in "
-        where = f" in {within}{_quoted(file, line)}"
-    return Failure("raised", f"raised {type(error).__name__}{where}: {plain_line(error)}", now)
-
-
-def _watch(watching: list[Watching], main: int, folder: Path, rank: int) -> None:
-    """When asked, say where this rank is in the student's file. End this process when its parent has ended."""
-    parent = multiprocessing.parent_process()
-    while parent.is_alive():
-        time.sleep(0.1)
-        if (folder / "report").exists() and watching:
-            file, calls = watching[-1].file, watching[-1].notes.calls
-            line = line_of(file, sys._current_frames()[main], watching[-1].helpers)
-            if line:
-                last = next((call for call in reversed(calls) if call.line == line), None)
-                what = f"waits in {last}, {_quoted(file, line)}" if last else f"is at {_quoted(file, line)}"
-                if (waited := watching[-1].waiting) and not last:
-                    what = f"waits for its {waited} of line {waited.line}, at {_quoted(file, line)}"
-                elif calls and not last:
-                    what += f" (the last that it started is {calls[-1]}, line {calls[-1].line})"
-                _write(folder / f"failure.{rank}", write_failure(Failure("hangs", what, time.monotonic())))
-            return
-    os._exit(1)
-
-
-def _quoted(file: str, line: int) -> str:
-    return f"line {line}: `{linecache.getline(file, line).strip()}`" if line else "no line of your file"
-
-
-def _write(path: Path, content: bytes) -> None:
-    """All at once, for those who look whether it is there."""
-    part = path.with_suffix(path.suffix + ".part")
-    number = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # no function between: see `close`
-    os.write(number, content)
-    os.close(number)
-    os.rename(part, path)

@@ -14,7 +14,6 @@ from torch import Tensor
 from common.errors import UsageError
 from common.labs import picture
 from common.labs.cut import bodies_of, starter
-from common.labs.failures import TOO_BUSY
 from common.labs.find import ROOT
 from common.labs.graded import USUALLY, Expected, Graded
 from common.labs.lab import Lab, Verdict
@@ -110,7 +109,7 @@ class WriteLab(Writing):
             known = self.errors(cases[len(outcome.results)]).items()
             reasons = [f"{USUALLY} {text}" for message, text in known if message in outcome.failure]
             failed = [outcome.failure, *reasons[:1]]
-            feedback += failed if TOO_BUSY not in outcome.failure else []
+            feedback += failed if not outcome.too_busy else []
         score = NUMBERS * right / len(cases)
         if right == len(cases) and not faults:
             return Verdict(1.0, ("Numbers and mechanism are right.",))

@@ -21,7 +21,7 @@ COLLECTIVE |= {"common.launching.launch"}
 COLLECTIVE |= {"step02_data_parallel.collectives_tour"}  # which shows some that no step needs
 COLLECTIVE |= {"step02_data_parallel.hangs"}  # and what goes wrong
 COLLECTIVE |= {"step08_5d.planning.dry_run.play"}  # which starts a world whose other ranks do not exist
-COLLECTIVE |= {"common.labs.ranks"}  # which starts worlds of its own
+COLLECTIVE |= {"common.labs.one_rank"}  # which has worlds of its own
 COLLECTIVE |= {f"{step}.sketch" for step in STEPS}  # which import nothing of ours
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.labs import apart, checkout, grade
+from common.labs import apart, checkout, grade, grades
 from common.labs.checkout import OURS, Checked, Limits, Stopped, check_in_copy, packed
 from common.labs.find import ROOT, lab
 from common.labs.submit import printable
@@ -194,4 +194,4 @@ def test_a_copy_is_looked_at_after_every_lab(tmp_path, monkeypatch):
 
 
 def test_names_do_not_command_a_terminal():
-    assert printable("A\x1b[2J\x07\u202eß") == "A[2Jß" and grade.harmless("a\x1b") == "a"
+    assert printable("A\x1b[2J\x07\u202eß") == "A[2Jß" and grades.harmless("a\x1b") == "a"

@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import UsageError
 from common.labs import __main__ as command
-from common.labs import checkout, confined, grade, recheck, submit
+from common.labs import checkout, confined, grade, grades, recheck, submit
 from common.labs.checkout import Checked
 from common.labs.find import ROOT, lab
 from common.labs.roster import hours_late, read_roster
@@ -217,7 +217,7 @@ def test_what_a_submission_says_of_itself(tmp_path):
     found = submit.read_submission(archive(tmp_path / "a.zip", **{"submission.json": about}))
     usual = {"student": 7, "hints": 0, "checks": 0, "score": 0.0, "gave_up": False, "first": {}}
     assert found.about["labs"] == {TABLE.id: usual} and len(found.about["name"]) == 80
-    assert grade.harmless("=cmd()") == "'=cmd()" and grade.harmless(3) == 3
+    assert grades.harmless("=cmd()") == "'=cmd()" and grades.harmless(3) == 3
 
 
 # ---- roster, limits, board -------------------------------------------------------------------------------------------

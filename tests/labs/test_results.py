@@ -4,7 +4,7 @@ import json
 import zipfile
 
 from common.labs import __main__ as command
-from common.labs import checkout, grade, marker, recheck, submit
+from common.labs import checkout, grade, marker, recheck, rows, submit
 from common.labs.checkout import Checked
 from common.labs.design import BOARD
 from common.labs.find import ROOT, lab
@@ -42,7 +42,7 @@ def test_the_result_of_one_student(tmp_path, monkeypatch):
 def test_a_damaged_file_is_its_student_s(tmp_path):
     (tmp_path / "submission-8.zip").write_bytes(b"PK\x03\x04 cut off")
     (tmp_path / "submission-9.zip").write_bytes(b"PK\x03\x04 cut off")
-    first, other = grade.collect(tmp_path, {8: grade.Student(8, "Hal")}, None)
+    first, other = rows.collect(tmp_path, {8: rows.Student(8, "Hal")}, None)
     assert (first.name, first.file) == ("Hal", "submission-8.zip") and "no ZIP archive" in first.notes[0]
     assert other.who is None and other.file == "submission-9.zip"
 
@@ -56,7 +56,7 @@ def test_the_page_shows_the_repair_of_a_hunt(tmp_path):
     hunt, file = lab("hunt-01-a"), "step01_single_gpu/mixed_precision.py"
     files = {file: (ROOT / file).read_bytes() + b"# repaired\n", "answer.toml": b'why = "it is so"\n'}
     about = {"student": 7, "labs": {hunt.id: {"student": 7}}}
-    row = grade.Row(grade.Student(7, "Ada"), "a.zip", submit.Submission(tmp_path, about, {hunt.id: files}, ()))
+    row = rows.Row(rows.Student(7, "Ada"), "a.zip", submit.Submission(tmp_path, about, {hunt.id: files}, ()))
     row.results[hunt.id] = Checked(hunt.id, 0.5)
     page = marker.write_page([row], [hunt.id], tmp_path / "marker.html").read_text()
     assert f"<details open><summary>{file}</summary>" in page and "+# repaired" in page

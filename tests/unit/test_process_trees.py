@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.experiments import local_ranks
-from common.labs import ranks as lab_ranks
+from common.labs import one_rank
 from common.launching.process_tree import kill, marked, new_mark
 from tests.harness.ranks import in_background, wait_for
 
@@ -82,14 +82,14 @@ def test_ranks_of_an_experiment_end_with_it(exits, threads, monkeypatch):
 
 
 def test_ranks_of_a_check_end_with_it(exits, threads, monkeypatch, tmp_path):
-    monkeypatch.setattr(lab_ranks, "give_up_rights", lambda: None)
-    monkeypatch.setattr(lab_ranks.giving, "prepared", refuse)
+    monkeypatch.setattr(one_rank, "give_up_rights", lambda: None)
+    monkeypatch.setattr(one_rank.giving, "prepared", refuse)
     with contextlib.suppress(Ended):
-        lab_ranks._rank(0, str(tmp_path), "file.py", [], "write-01-a", "step01_single_gpu.labs", (), {})
+        one_rank.run(0, str(tmp_path), "file.py", [], "write-01-a", "step01_single_gpu.labs", (), {})
     ((target, arguments),) = threads
     alive = [True, True, False]
     parent = SimpleNamespace(is_alive=lambda: alive.pop(0))
-    monkeypatch.setattr(lab_ranks.multiprocessing, "parent_process", lambda: parent)
+    monkeypatch.setattr(one_rank.multiprocessing, "parent_process", lambda: parent)
     with contextlib.suppress(Ended):
         target(*arguments)
     assert exits == [1, 1] and not alive, "for its failure; and when the check was gone"
