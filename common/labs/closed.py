@@ -9,11 +9,15 @@ This keeps nobody out who is determined to cheat; it makes sure that nobody pass
 This file imports nothing of the project: `alone.py` uses it in a process that has none of it.
 """
 
+import _thread
+import functools
 import importlib._bootstrap as bootstrap
 import importlib._bootstrap_external as bootstrap_external
 import os
+import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -25,13 +29,19 @@ LOOKS = "your file looks at the frames of what calls it."
 NAMES = "your file makes code that says it is from another file."
 OTHERS = "your file looks into the memory or the files of a process."
 RESULTS = "your file opens what its check writes."
+WRITTEN = "your file reads what was written while it was checked, and ranks talk by messages, which are counted."
+# How other lines end
 NEED_NOT = "which it need not."
-STORE = "your file talks by the store in which ranks find each other, and whose bytes nobody counts."
+UNCOUNTED = "and nobody counts that."
+MAIN_THREAD = "and a check can only follow the main one."
+THREAD = f"your file starts a thread, {MAIN_THREAD}"
 
 PROCESSES = ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "pty.spawn")
-ELSEWHERE = ("ctypes.", "gc.get_", "socket.bind", "socket.connect")
+ELSEWHERE = ("ctypes.", "gc.get_", "mmap.", "socket.bind", "socket.connect")
+STARTS = ("_thread.start_",)
 MOVES = ("os.link", "os.symlink", "os.rename")
 FRAMES = ("sys._current_", "sys.settrace", "sys.setprofile")  # which show those of others
+ASK_FOR_OTHERS = ("contextlib", "inspect", "torch.utils._python_dispatch", "common.labs.seen")  # names of modules
 OF_FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")  # attributes that lead to one
 IMPORTS = {
     id(each.__code__)
@@ -41,7 +51,7 @@ IMPORTS = {
 
 def is_refusal(line: str) -> bool:
     """Whether a line for a student says that the file was refused something."""
-    return line.endswith((REFERENCE, LAB, LOOKS, NAMES, OTHERS, RESULTS, STORE, NEED_NOT))
+    return line.endswith((REFERENCE, LAB, LOOKS, NAMES, OTHERS, RESULTS, WRITTEN, NEED_NOT, UNCOUNTED, MAIN_THREAD))
 
 
 class Closed(BaseException):
@@ -68,7 +78,7 @@ def close(
     Returns what refuses.
     """
     mine = os.path.realpath(file)
-    folder = os.path.dirname(mine) + os.sep
+    folder, theirs, begun = os.path.dirname(mine) + os.sep, of_student(file), time.time()
     kept = os.path.realpath(results) if results else ""
     kept = kept[: kept.rfind("-") + 1]  # what all such folders begin with: beside this one are those of other checks
 
@@ -98,6 +108,17 @@ def close(
         )
         return LAB if inside[0] in (".git", "tests") or graders else ""
 
+    def written(path) -> str:
+        """Why this file may not be read; nothing if it may. It need not exist."""
+        try:
+            real = os.path.realpath(os.fsdecode(path))
+            found = os.stat(real)
+        except (TypeError, ValueError, OSError):
+            return ""
+        plain = stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode)
+        made_up = real == mine or real.startswith(("/proc/", "/sys/"))
+        return WRITTEN if plain and not made_up and found.st_ctime >= begun else ""
+
     looking = set()  # threads that look at their stack, which is an event, too
 
     def listen(event: str, args: tuple) -> None:
@@ -116,7 +137,11 @@ def close(
     def reason(event: str, args: tuple, frame) -> str:
         why = ""
         if event == "open":
-            why = forbidden(args[0])
+            why = forbidden(args[0]) or (args[2] & os.O_ACCMODE != os.O_WRONLY and written(args[0]))
+        elif event == "import" and args[1]:  # of a library; what is written in Python is opened, too
+            why = written(args[1])
+        elif event.startswith(STARTS):
+            why = THREAD
         elif event in MOVES:
             why = (forbidden(args[0]) or forbidden(args[1])) and f"your file calls {event}, {NEED_NOT}"
         elif event.startswith(PROCESSES):
@@ -124,20 +149,23 @@ def close(
         elif event.startswith(ELSEWHERE):
             why = f"your file calls {event}, {NEED_NOT}"
         elif event == "sys._getframe" or event == "object.__getattr__" and args[1] in OF_FRAMES:
-            why = LOOKS if asks_itself(frame, file) else ""
+            why = LOOKS if asks_itself(frame, theirs) else ""
         elif event.startswith(FRAMES):
             why = LOOKS
         elif event == "code.__new__" or event == "object.__setattr__" and args[1] == "__code__":
             why = NAMES
-        elif event == "marshal.loads" or event == "compile" and _misleads(args[1], file):
+        elif event == "marshal.loads" or event == "compile" and _misleads(args[1], theirs):
             why = NAMES if id(frame.f_code) not in IMPORTS else ""
         return why
 
     sources = {".".join(source.with_suffix("").parts[-depth:]) for depth in range(2, len(source.parts))}
     _hide_source(sources)
-    _hide_graders(hidden, refuse, file)
+    _hide_graders(hidden, refuse, theirs)
     if posix := sys.modules.get("_posixsubprocess"):  # by which multiprocessing starts processes, and tells nobody
-        posix.fork_exec = guarded("starts a process", refuse)
+        posix.fork_exec = refused(f"your file starts a process, {NEED_NOT}", refuse)
+    for module in (_thread, threading):  # before Python 3.12, no hook hears of it
+        for name in [name for name in vars(module) if name.lstrip("_").startswith("start_")]:
+            setattr(module, name, refused(THREAD, refuse))
     sys.addaudithook(listen)
     return refuse
 
@@ -158,12 +186,12 @@ def _hide_source(names: set[str]) -> None:
         _put(name, None)
 
 
-def _hide_graders(names: Collection[str], refuse: Callable[[str], NoReturn], file: str) -> None:
+def _hide_graders(names: Collection[str], refuse: Callable[[str], NoReturn], theirs: Callable[[str], bool]) -> None:
     """Put modules of which nothing can be had in the place of these."""
 
     class Hidden(ModuleType):
         def __getattribute__(self, name: str):
-            if not name.startswith("__") and asks_itself(sys._getframe(1), file):
+            if not name.startswith("__") and asks_itself(sys._getframe(1), theirs):
                 refuse(LAB)
             return super().__getattribute__(name)
 
@@ -181,20 +209,22 @@ def _put(name: str, module: ModuleType | None) -> None:
         delattr(sys.modules[parent], last)
 
 
-def guarded(does: str, refuse: Callable[[str], NoReturn]) -> Callable:
+def refused(why: str, refuse: Callable[[str], NoReturn]) -> Callable:
     """A function in the place of one of which no audit hook hears."""
 
-    def read(*args, **kwargs):
-        refuse(f"your file {does}, {NEED_NOT}")
+    def asked(*args, **kwargs):
+        refuse(why)
 
-    return read
+    return asked
 
 
-def only_for_others(call: Callable, why: str, refuse: Callable[[str], NoReturn], file: str) -> Callable:
+def only_for_others(
+    call: Callable, why: str, refuse: Callable[[str], NoReturn], theirs: Callable[[str], bool]
+) -> Callable:
     """A function that refuses the student's file, and does its work for others."""
 
     def asked(*args, **kwargs):
-        if asks_itself(sys._getframe(1), file):
+        if asks_itself(sys._getframe(1), theirs):
             refuse(why)
         return call(*args, **kwargs)
 
@@ -239,16 +269,27 @@ def generated(name: str) -> bool:
     return name.startswith("<") and not name.startswith("<frozen") and not name.endswith("out of sight>")
 
 
-def _misleads(name, file: str) -> bool:
+def of_student(file: str) -> Callable[[str], bool]:
+    """What says of the file name of code whether it is the student's: all of a folder, and what is made from text."""
+    folder = os.path.dirname(os.path.realpath(file)) + os.sep
+
+    @functools.cache
+    def theirs(name: str) -> bool:
+        return generated(name) or os.path.realpath(name).startswith(folder)
+
+    return theirs
+
+
+def _misleads(name, theirs: Callable[[str], bool]) -> bool:
     """Whether code of this name would be taken for that of another file than the student's."""
     name = os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else "<unknown>"
-    return name != file and not generated(name)
+    return not theirs(name)
 
 
-def asks_itself(frame, file: str) -> bool:
-    """Whether the student's file asks, perhaps by a function that hands out frames."""
+def asks_itself(frame, theirs: Callable[[str], bool]) -> bool:
+    """Whether the student's file asks, perhaps by functions that ask for others."""
     while frame is not None and (
-        frame.f_globals.get("__name__") == "inspect" or frame.f_code.co_name in ("walk_tb", "walk_stack")
+        frame.f_globals.get("__name__") in ASK_FOR_OTHERS or frame.f_code.co_name in ("walk_tb", "walk_stack")
     ):
         frame = frame.f_back
-    return frame is not None and (frame.f_code.co_filename == file or generated(frame.f_code.co_filename))
+    return frame is not None and theirs(frame.f_code.co_filename)

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from common.labs import given as giving
 from common.labs import seen, written
 from common.labs.apart import give_up_rights
-from common.labs.closed import LAB, REFERENCE, STORE, close, codes_of, guarded, keep_only, only_for_others
+from common.labs.closed import LAB, REFERENCE, close, codes_of, keep_only, of_student
 from common.labs.failures import plain_line
 from common.labs.find import ROOT, all_labs
 from common.labs.seen import Watching, line_of
+from common.labs.uncounted import refuse_uncounted
 from common.labs.written import Failure, write_failure, write_result
 
 LONGEST = timedelta(seconds=120)  # that gloo waits: by then, the check has ended
@@ -54,7 +55,7 @@ def run(
     _keep_stderr_for_python()
     multiprocessing.current_process()._args = ()  # these
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_NUM_THREADS"], sys.dont_write_bytecode = "1", True  # for another rank, that is a file of this one
     watching, main = [], threading.main_thread().ident
     threading.Thread(target=_watch, args=(watching, main, Path(folder), rank), daemon=True).start()
     leave, write, failed = os._exit, _write, Path(folder, f"failure.{rank}")  # which a file may replace
@@ -117,10 +118,7 @@ def _close_the_book(this, file: str, prepared: Callable, end: Callable[[str], No
     ours = codes_of(sys.modules[__name__], seen, written)
     refuse = close(ROOT, ROOT / this.source, file, end, modules, ours, folder)
     giving.given = prepared(refuse)
-    torch.from_file = torch.UntypedStorage.from_file = guarded("maps a file into memory", refuse)
-    for name, call in list(vars(dist.Store).items()):
-        if not name.startswith("_") and callable(call):
-            setattr(dist.Store, name, only_for_others(getattr(dist.Store, name), STORE, refuse, file))
+    refuse_uncounted(refuse, of_student(file))
     keep_only(this.run)
 
 

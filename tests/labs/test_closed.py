@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.labs import closed
+from common.labs import closed, uncounted
 from common.labs.find import ROOT, all_labs
 from tests.labs.test_write import ALL, hand_in
 
@@ -11,6 +11,7 @@ SOURCE = ROOT / LAB.source
 MODULE = LAB.source.removesuffix(".py").replace("/", ".")
 PACKAGE = MODULE.rpartition(".")[0]
 BODY = '    return [expand_pattern((m, "F"), (m, "B"), micro_batches=m) for _ in range(p)]\n'
+MODES = "__import__('torch').utils._python_dispatch"
 REFERENCE, GRADER, NAMES, PROCESS = closed.REFERENCE, closed.LAB, closed.NAMES, "your file starts a process"
 WAYS = {  # to get at the reference, in the place of a body
     "open": (f"exec(open('{SOURCE}').read())", REFERENCE),
@@ -40,7 +41,8 @@ WAYS = {  # to get at the reference, in the place of a body
     "fork": ("import os; os.fork()", PROCESS),
     "multiprocessing": ("import multiprocessing as m; m.get_context('spawn').Process(target=print).start()", "process"),
     "ctypes": (f"import ctypes; ctypes.CDLL(None).open(b'{SOURCE}', 0)", "calls ctypes.dlopen"),
-    "mapped": (f"import torch; torch.from_file('{SOURCE}', size=10, dtype=torch.uint8)", "maps a file into memory"),
+    "mapped": (f"import torch; torch.from_file('{SOURCE}', size=10, dtype=torch.uint8)", uncounted.SHARED),
+    "mapped by an operator": (f"import torch; torch.ops.aten.from_file('{SOURCE}', False, 10)", uncounted.SHARED),
     "mmap": (f"import mmap; mmap.mmap(open('{SOURCE}').fileno(), 0)", REFERENCE),
     "hidden in an exception": (
         f"\n    try:\n        open('{SOURCE}')\n    except BaseException:\n        pass",
@@ -80,18 +82,66 @@ WAYS = {  # to get at the reference, in the place of a body
         "import glob, tempfile; open(glob.glob(f'{tempfile.gettempdir()}/labs-*/world.0')[0])",
         "|".join((closed.RESULTS, "index out of range")),  # under a TMPDIR of its own
     ),
-    "the store": ("import torch.distributed as d; d.distributed_c10d._get_default_store().get('x')", closed.STORE),
+    "the store": ("import torch.distributed as d; d.distributed_c10d._get_default_store().get('x')", uncounted.STORE),
     "a socket": ("import socket; socket.create_connection(('127.0.0.1', 9))", "calls socket.connect"),
     "memory": ("open('/proc/self/mem', 'rb')", closed.OTHERS),
     "a thread": (
         f"import pathlib, threading; t = threading.Thread(target=pathlib.Path('{SOURCE}').read_text); t.start(); "
         "t.join()",
-        REFERENCE,
+        closed.THREAD,
     ),
+    "a thread by its own function": ("import _thread; _thread.start_new_thread(print, ())", closed.THREAD),
     "a pool of threads": (
         "from concurrent.futures import ThreadPoolExecutor as P; import pathlib\n"
         f"    with P(1) as pool: pool.submit(pathlib.Path('{SOURCE}').read_text)",
-        REFERENCE,
+        closed.THREAD,
+    ),
+    "all objects": ("import gc; gc.get_objects()", "calls gc.get_objects"),
+    "a thread of gloo": (
+        "import torch, torch.distributed as d; d.all_reduce(torch.ones(1), async_op=True).get_future().then(print)",
+        uncounted.CALLED,
+    ),
+    "no notes": (f"with {MODES}._disable_current_modes(): pass", uncounted.NOTES),
+    "no notes by a stack of contexts": (
+        f"import contextlib; contextlib.ExitStack().enter_context({MODES}._disable_current_modes())",
+        uncounted.NOTES,
+    ),
+    "no notes by an alias": (
+        "import torch; torch._tensor_str.torch._C._pop_torch_dispatch_stack(None)",
+        uncounted.NOTES,
+    ),
+    "no notes by a key": ("import torch; torch._C._DisableTorchDispatch()", uncounted.NOTES),
+    "notes": (f"{MODES}._get_current_dispatch_mode_stack()[-1].notes.calls.clear()", uncounted.NOTES),
+    "a backend": (
+        "import torch, torch.distributed as d\n"
+        "    d.group.WORLD._get_backend(torch.device('cpu')).allreduce([torch.ones(1)])",
+        uncounted.BACKEND,
+    ),
+    "a store of its own": ("import torch.distributed as d; d.HashStore().set('x', 'y')", uncounted.STORE),
+    "a store by a helper of PyTorch": (
+        "import torch.distributed as d; from torch.distributed.elastic.utils import store as s\n"
+        "    s.get_all(d.distributed_c10d._get_default_store(), 0, 'x', 1)",
+        uncounted.STORE,
+    ),
+    "RPC": (
+        "import os, torch.distributed.rpc as r; os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='29432')\n"
+        "    r.init_rpc('a', rank=0, world_size=1)",
+        uncounted.STORE,  # by which its processes find each other
+    ),
+    "shared memory": ("import torch; torch.ones(2).share_memory_()", uncounted.SHARED),
+    "shared memory of Python": (
+        "from multiprocessing.shared_memory import SharedMemory as S; S(create=True, size=9)",
+        "calls mmap",
+    ),
+    "a message in a file": (
+        "import os, tempfile; f = tempfile.mkstemp()[1]; open(f, 'w').write('x'); open(f).read()",
+        closed.WRITTEN,
+    ),
+    "a module that it writes": (
+        "import os, sys; d = os.path.dirname(__file__); sys.path.append(d)\n"
+        "    open(os.path.join(d, 'other.py'), 'w').write('x = 1')\n"
+        "    import other",
+        closed.WRITTEN,
     ),
 }
 
@@ -139,7 +189,18 @@ ALLOWED = [
     "import warnings; warnings.warn('what else')",
     "import inspect; inspect.signature(print)",
     "import traceback\n    try:\n        1 / 0\n    except ZeroDivisionError:\n        traceback.format_exc()",
-    f"import threading, pathlib; t = threading.Thread(target=pathlib.Path('{ROOT}/Makefile').read_text); t.start()",
+    f"open('{ROOT}/Makefile').read()",
+    "import torch; print(torch.ones(2)); open(__import__('os').devnull, 'w').write('x')",
+    "open(__file__ + '.log', 'a').write('x'); open(__file__ + '.log', 'a').write('x')",
+    "import torch.distributed as d; d.barrier(d.new_group([0])); d.all_gather_object([None], 'x')",
+    "from tqdm import tqdm; list(tqdm([1]))",
+    "import torch\n    from torch.utils.flop_counter import FlopCounterMode\n"
+    "    with FlopCounterMode(display=False): torch.ones(2, 2) @ torch.ones(2, 2)",
+    "import torch; l = torch.nn.Linear(2, 2); x = torch.ones(1, 2)\n"
+    "    torch.utils.checkpoint.checkpoint(l, x, use_reentrant=False).sum().backward()",
+    "import torch; l = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+    "    l(torch.ones(1, 2)).sum().backward()",
+    "import torch.distributed as d; d.device_mesh.init_device_mesh('cpu', (1,))",
 ]
 
 
