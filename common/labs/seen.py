@@ -7,7 +7,7 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ NAMES = {  # the beginning of an operator's name in torch.ops.c10d, or in _c10d_
     "barrier": "barrier",
 }
 SHOWN = 8  # tensors of the peak that are remembered
+PATIENCE = 0.02  # seconds that a thread computes until others must have let go of what they send
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
 
 
@@ -106,7 +107,10 @@ class Watching(TorchDispatchMode):
 
     def __init__(self, file: str, helpers: Collection[str] = ()):
         super().__init__()
-        self.file, self.helpers, self.notes, self._alive = file, helpers, Notes(), {}
+        self.file, self.helpers, self.notes = file, helpers, Notes()
+        self._alive: dict[int, tuple[StorageWeakRef, Held]] = {}  # storages that count as memory
+        self._ours: dict[int, StorageWeakRef] = {}  # those that do not: they were given
+        self._lent = False  # whether gloo may still refer to something that it has sent
         self._in_flight: dict[Work, SeenCall] = {}  # messages; gloo may give up what nobody refers to
         self.waiting: SeenCall | None = None  # the message that is being waited for
 
@@ -127,7 +131,7 @@ class Watching(TorchDispatchMode):
 
     def _note_wait(self, wait):
         def noting(work, *args):
-            self.waiting = self._in_flight.pop(work, None)
+            self.waiting, self._lent = self._in_flight.pop(work, None), True
             line = self._line(sys._getframe())
             if line:
                 self.notes.waits.append((line, self.notes.products))
@@ -141,19 +145,21 @@ class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         line = self._line(sys._getframe())
         if not line:  # not the student's doing
-            return function(*args, **(kwargs or {}))
+            out = function(*args, **(kwargs or {}))
+            self._give((args, kwargs, out))
+            return out
         call, kind, name = None, function.namespace, function.__name__.partition(".")[0].strip("_")
         if kind in ("c10d", "_c10d_functional"):
             found = [NAMES[start] for start in sorted(NAMES, key=len, reverse=True) if name.startswith(start)]
             if found:
-                call = self._call(found[0], args, line)
+                call, self._lent = self._call(found[0], args, line), True
                 self.notes.calls.append(call)
         elif name in PRODUCTS:
             self.notes.products += len(args[1]) if args[1].dim() == 3 else 1
         out = function(*args, **(kwargs or {}))
         if call and call.peer is not None:
             self._in_flight[Work.unbox(out)] = call
-        self._measure(args, out, line)
+        self._measure((args, kwargs, out), line)
         return out
 
     def hold(self, tensor: torch.Tensor, line: int = 0) -> None:
@@ -181,20 +187,42 @@ class Watching(TorchDispatchMode):
             whole *= len(ranks)
         return SeenCall(op, whole, tuple(ranks), line, self.notes.products, peer)
 
-    def _measure(self, args: tuple, out, line: int) -> None:
-        known = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
-        for tensor in _tensors(out):
+    def _give(self, tree) -> None:
+        """Do not count these as memory: what the lab makes, unless it is lent."""
+        self._ours = {key: each for key, each in self._ours.items() if not each.expired()}
+        for tensor in _tensors(tree):
             storage = tensor.untyped_storage()
-            if storage._cdata not in known:
+            if storage._cdata not in self._alive:
+                self._ours[storage._cdata] = StorageWeakRef(storage)
+
+    def _measure(self, tree, line: int) -> None:
+        """Count what the student's line has used or made, wherever it comes from, and what else of theirs is alive."""
+        for tensor in _tensors(tree):
+            storage = tensor.untyped_storage()
+            _, held = self._alive.get(storage._cdata, (None, None))
+            if storage._cdata not in self._ours and (held is None or held.bytes != storage.nbytes()):
                 self.hold(tensor, line)
-        for pause in (0, 0.001, 0.01):  # a thread of gloo may refer to what it has sent for a moment longer
-            self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
-            total = sum(held.bytes for _, held in self._alive.values())
-            if total <= self.notes.peak:
-                return
-            time.sleep(pause)
-        self.notes.peak = total
+        if self._fits() or (self._lent and patiently(self._fits)):
+            return
+        self._lent = False
+        self.notes.peak = sum(held.bytes for _, held in self._alive.values())
         self.notes.largest = sorted((held for _, held in self._alive.values()), reverse=True)[:SHOWN]
+
+    def _fits(self) -> bool:
+        """Whether what is alive is no more than has been."""
+        self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
+        return sum(held.bytes for _, held in self._alive.values()) <= self.notes.peak
+
+
+def patiently(done: Callable[[], bool]) -> bool:
+    """Whether something becomes true while this thread computes for a moment, in which others may run.
+
+    A moment of the processor is longer on a busy machine, so other threads get theirs as well. A pause would not be.
+    """
+    end = time.thread_time() + PATIENCE
+    while not (found := done()) and time.thread_time() < end:
+        time.sleep(0)  # lets go of Python's lock
+    return found
 
 
 def count(what: str) -> None:

@@ -1,17 +1,14 @@
 """The lab of step 3 in which the student writes ZeRO-3: a training step on shards."""
 
-import time
-
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, sends_at_most
-from common.labs.seen import Notes, count, lend
+from common.labs.seen import Notes, count, lend, patiently
 from common.labs.write import Expected, WriteLab, page
 
 KEPT = "gathered while the last weight is there"
-LETS_GO = 100  # ms
 
 
 def _drawn(case: Case) -> tuple[torch.Tensor, ...]:
@@ -43,11 +40,7 @@ def _that_counts(gather, width: int):
     last: list[StorageWeakRef] = []
 
     def counting(shard: torch.Tensor) -> torch.Tensor:
-        for _ in range(LETS_GO):  # gloo's thread may still hold what a collective has filled
-            if all(each.expired() for each in last):
-                break
-            time.sleep(0.001)
-        else:
+        if not patiently(lambda: all(each.expired() for each in last)):  # a thread of gloo may hold it a bit longer
             count(KEPT)
         whole = gather(shard)
         if len(whole) == width:  # and not of samples

@@ -1,6 +1,7 @@
 """The notes that labs take of what a rank does, on made-up ranks; what labs ask of notes; and when a check ends."""
 
 import importlib.util
+import time
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from common.labs import ranks as lab_ranks
 from common.labs.ranks import BUSY, IDLE, LIMIT
 from common.labs.rules import hides, holds_at_most, sends_at_most, waits_for_messages
-from common.labs.seen import Notes, SeenCall, Watching, line_of
+from common.labs.seen import PATIENCE, Notes, SeenCall, Watching, lend, line_of, patiently
 
 FOUR = (0, 1, 2, 3)
 
@@ -177,6 +178,47 @@ def test_a_collective_counts_alike_by_whichever_function(tmp_path, fake_ranks):
     found = [(each.op, each.bytes, each.members) for each in notes_of(tmp_path, IN_OTHER_WORDS).calls]
     ops = ("reduce_scatter", 128), ("all_gather", 512), ("all_to_all", 128)
     assert found == [(*each, FOUR) for each in (*ops, ("all_reduce", 128), *ops, ("broadcast", 128))]
+
+
+FROM_ELSEWHERE = """import torch
+
+def run():
+    before.add_(1)
+    torch.tensor([1.0] * 100).sum()
+    x = torch.zeros(10)
+    x.untyped_storage().resize_(4000)
+    x.add_(1)
+
+before = torch.ones(1000)
+"""
+
+
+def test_memory_counts_once_it_is_used_wherever_it_comes_from(tmp_path):
+    """From before the notes, from a list, and by a storage that grows."""
+    notes = notes_of(tmp_path, FROM_ELSEWHERE)
+    assert 4000 + 4000 <= notes.peak <= 4000 + 4000 + 100
+
+
+def test_what_a_student_is_given_is_not_theirs(tmp_path):
+    path = tmp_path / "student.py"
+    path.write_text("def run(x):\n    return x.add_(1)\n")
+    spec = importlib.util.spec_from_file_location("student", path)
+    spec.loader.exec_module(student := importlib.util.module_from_spec(spec))
+    with Watching(str(path)) as notes:
+        x = torch.ones(1000)
+        student.run(x)
+        assert notes.peak == 0
+        lend([x])
+        student.run(x)
+    assert notes.peak == 4000
+
+
+def test_patience_is_time_of_the_processor():
+    """Who sleeps does not lose it."""
+    begun, asked = time.thread_time(), []
+    assert not patiently(lambda: asked.append(time.sleep(0.001)))
+    assert PATIENCE <= time.thread_time() - begun < 3 * PATIENCE and len(asked) > 20
+    assert patiently(lambda: len(asked) > 0)
 
 
 def test_a_line_is_the_students_own():
