@@ -2,9 +2,9 @@
 
 On Linux, `apart` does its work in a namespace of processes with a /proc of its own: nothing that runs there can see the
 one that judges it, or end it, and all of it ends with the work. It has mounts of its own as well: what `begin` was told
-to hide is not there, `leave_out` puts nothing in the place of more files, and `give_up_rights` takes from root what
-makes it more than another user. Where the system does not allow that, and where no submission is graded, the work is
-done all the same. What it finds comes back in files, which is not trusted.
+to hide is not there, and nothing can be written but in one folder; `leave_out` puts nothing in the place of more files,
+and `give_up_rights` takes from root what makes it more than another user. Where the system does not allow that, and
+where no submission is graded, the work is done all the same. What it finds comes back in files, which is not trusted.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from pathlib import Path
 
 NEW_MOUNTS, NEW_PROCESSES = 0x00020000, 0x20000000  # CLONE_NEWNS, CLONE_NEWPID of <sched.h>
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000  # MS_BIND, MS_REC, MS_PRIVATE of <sys/mount.h>
+SET_MOUNTS, HERE, BELOW, READ_ONLY = 442, -100, 0x8000, 1  # mount_setattr, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY
 END_WITH_PARENT, DUMPABLE, NO_NEW_RIGHTS = 1, 4, 38  # of <sys/prctl.h>
 CAPABILITIES = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
 FILES = 1 << 16  # that a process may have open, and more than it has
@@ -28,18 +29,20 @@ SHARED = "processes that see those of others, and could read the solutions in th
 _confined = _inside = False  # whether a submission is checked in this process, and whether it runs in this one
 _hidden: list[Path] = []  # folders that are empty for what runs apart
 _needed: list[Path] = []  # what lies in them and is there all the same
+_writable: Path | None = None  # a folder; what is beside it cannot be written
 
 
-def begin(hidden: Iterable[Path] = (), needed: Iterable[Path] = ()) -> bool:
+def begin(hidden: Iterable[Path] = (), needed: Iterable[Path] = (), writable: Path | None = None) -> bool:
     """From now on, `apart` is. Returns whether the system gives us namespaces of processes and of mounts.
 
     Args:
         hidden: folders in which nothing is there for a submission. needed: paths that are, besides Python's own.
+        writable: a folder, the only one in which it can write, from Linux 5.12 on.
     """
-    global _confined, _hidden, _needed
+    global _confined, _hidden, _needed, _writable
     _confined = sys.platform == "linux"
     _hidden = [path for path in map(Path.resolve, hidden) if path != path.parent]  # without /
-    _needed = [path.resolve() for path in (*needed, *_of_python())]
+    _needed, _writable = [path.resolve() for path in (*needed, *_of_python())], writable and writable.resolve()
     keep_to_itself()
     return _confined and _wait(_fork(lambda: _alone(lambda: None))) == 0
 
@@ -101,6 +104,9 @@ def _first(work: Callable[[], None]) -> int:
     library.mount(b"none", b"/", None, RECURSIVE | PRIVATE, None)
     if library.mount(b"proc", b"/proc", b"proc", 0, None) or not all(map(_hide, _hidden)):
         return NOT_ALLOWED  # some containers hide a part of /proc
+    if _writable and not library.mount(os.fsencode(_writable), os.fsencode(_writable), None, BIND | RECURSIVE, None):
+        _set_mounts(Path("/"), READ_ONLY, 0)
+        _set_mounts(_writable, 0, READ_ONLY)
     _inside = True
     return _do(work)
 
@@ -123,6 +129,13 @@ def _hide(folder: Path) -> bool:
         os.close(number)
     os.chdir(here)  # from the folder as it was, `..` would lead to what is hidden
     return True
+
+
+def _set_mounts(path: Path, new: int, old: int) -> None:
+    """Give flags to what is mounted here and below, and take others."""
+    number, *where = (ctypes.c_long(each) for each in (SET_MOUNTS, HERE))
+    flags = (ctypes.c_uint64 * 4)(new, old, 0, 0)  # struct mount_attr
+    _library().syscall(number, *where, os.fsencode(path), ctypes.c_long(BELOW), flags, ctypes.c_long(32))
 
 
 def _of_python() -> list[Path]:

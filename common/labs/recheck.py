@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +24,10 @@ from common.labs.checkout import LOOK, Limit, changes
 from common.labs.confined import confine
 from common.labs.design import BOARD
 from common.labs.find import ROOT
-from common.launching.process_tree import adopt_orphans, end_descendants, marked, new_mark
+from common.launching.process_tree import adopt_orphans, descendants, end_descendants, marked, new_mark
+
+PROCESSES = 64  # that a check may have at once; ours need a dozen
+WRITTEN = 1 << 30  # bytes of all files of a check
 
 
 def main() -> None:
@@ -57,8 +61,8 @@ def check_confined(job: dict, lab: dict) -> dict:
         os.environ[mark[0]] = mark[1]
         _be_check(job, lab, writing)
     os.close(writing)
-    text, part, limit = b"", b" ", Limit(job["seconds"])
-    while part and not (late := limit.over(number)):
+    text, part, limit, scratch = b"", b" ", Limit(job["seconds"]), Path(job["folder"], lab["id"])
+    while part and not (over := _over(number, limit, scratch, job["seconds"])):
         if select.select([reading], [], [], LOOK)[0]:
             part = os.read(reading, 1 << 16)
             text += part
@@ -68,8 +72,29 @@ def check_confined(job: dict, lab: dict) -> dict:
     try:
         result |= json.loads(text)
     except ValueError:
-        result["fault"] = f"it was not through after {job['seconds']:g} s" if late else "its check died without a word"
+        result["fault"] = over or "its check died without a word"
     return result | {"seconds": round(time.monotonic() - begun, 1)}
+
+
+def _over(number: int, limit: Limit, scratch: Path, seconds: float) -> str:
+    """Which limit a check with all that it has started, and written into its folder, is over; nothing if none."""
+    if limit.over(number):
+        return f"it was not through after {seconds:g} s"
+    if len(descendants(number)) > PROCESSES:
+        return f"it had more than {PROCESSES} processes at once"
+    if written_in(scratch) > WRITTEN:
+        return f"it wrote more than {WRITTEN >> 30} GB into files"
+    return ""
+
+
+def written_in(folder: Path) -> int:
+    """Bytes on the disk of all files in a folder, which may change meanwhile."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += 512 * os.lstat(os.path.join(place, name)).st_blocks
+    return total
 
 
 def _end(number: int, mark: tuple[str, str]) -> None:
@@ -83,16 +108,15 @@ def _end(number: int, mark: tuple[str, str]) -> None:
 
 def _be_check(job: dict, lab: dict, writing: int) -> None:
     """Make the lab's folder, check it, write what was found, and end this process."""
-    result, hidden = {}, (map(Path, job["hidden"]), [ROOT, Path(job["folder"]).parent])
+    result, scratch = {}, Path(job["folder"]) / lab["id"]
+    places = map(Path, job["hidden"]), [ROOT, Path(job["folder"]).parent], scratch
     try:
         os.setsid()
-        scratch = Path(job["folder"]) / lab["id"]
         (scratch / "tmp").mkdir(parents=True)
-        os.environ["TMPDIR"] = str(scratch / "tmp")
+        os.environ["TMPDIR"] = os.environ["HOME"] = tempfile.tempdir = str(scratch / "tmp")
         _silence(scratch / "printed")
-        result["network"] = (
-            f"{confine(scratch, job['seconds'], job['memory'])}, {apart.OWN if apart.begin(*hidden) else apart.SHARED}"
-        )
+        network = confine(scratch, job["seconds"], job["memory"])
+        result["network"] = f"{network}, {apart.OWN if apart.begin(*places) else apart.SHARED}"
         folder = scratch / lab["id"]
         folder.mkdir()
         found = find.lab(lab["id"])

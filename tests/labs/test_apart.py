@@ -1,12 +1,14 @@
 """What runs a student's file sees no process of ours, and nobody's solutions; what is found is kept as it is found."""
 
 import csv
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from common.labs import apart, checkout, grade, grades
+from common.labs import apart, checkout, grade, grades, recheck
 from common.labs.checkout import OURS, Checked, Limits, Stopped, check_in_copy, packed
 from common.labs.find import ROOT, lab
 from common.labs.submit import printable
@@ -20,6 +22,7 @@ from common.labs import apart
 folder = pathlib.Path(sys.argv[1])
 (folder / "solution.py").write_text("x = 1")
 (folder / "labs").mkdir()
+(folder / "out").mkdir()
 (folder / "labs" / "a.py").write_text("x = 1")
 project = folder / "project"  # a teacher's, with an environment, and with a copy in it that is being checked
 for each in "step03", "env", "runs/graded/rows", "runs/labs-x/project":
@@ -44,14 +47,19 @@ def look():
     found += [(folder / "solution.py").read_text(), *os.listdir(folder / "labs")]
     found += map(str, pathlib.Path("../..").glob("step*"))
     found += [str(each.relative_to(folder)) for each in sorted(project.rglob("*.py"))]
+    try:
+        (folder / "beside").write_text("x = 1")
+        found.append("WRITTEN")
+    except OSError:
+        pass
     rights = next(line for line in open("/proc/self/status") if line.startswith("CapEff"))
-    (folder / "found").write_text(" ".join([*found, rights]))
+    (folder / "out" / "found").write_text(" ".join([*found, rights]))
 
 
 hidden = [project, project / "runs/graded"]
-print(apart.begin(hidden, [project / "env", project, project / "runs/labs-x"]))
+print(apart.begin(hidden, [project / "env", project, project / "runs/labs-x"], folder / "out"))
 apart.apart(look)
-print((folder / "found").read_text())
+print((folder / "out" / "found").read_text())
 """
 
 
@@ -68,6 +76,11 @@ READS = {  # text of a file, by ways of which no audit hook hears
     "from_file": "bytes(torch.ops.aten.from_file({0!r}, False, {1}, dtype=torch.uint8).tolist()).decode()",
     "readline": "'\\n'.join((r := __import__('readline')).clear_history() or r.read_history_file({0!r}) or "
     "[r.get_history_item(i + 1) or '' for i in range(r.get_current_history_length())])",
+}
+MANY = {  # what a training of a hunt may not do, and what is said of it
+    "it had more than 64 processes at once": "for _ in range(100): os.fork() or (time.sleep(60), os._exit(0))",
+    "it wrote more than 1 GB into files": "for each in range(20): "
+    "os.posix_fallocate(os.open(tempfile.mkstemp()[1], os.O_WRONLY), 0, 1 << 27)",
 }
 HUNT = """
 import os, runpy, sys
@@ -99,6 +112,31 @@ def test_the_project_of_whoever_grades_is_not_there(way, tmp_path):
     if apart.OWN not in found.network:
         pytest.skip("this system gives no namespace of processes")
     assert found.score == 0, found
+
+
+@slow
+@pytest.mark.parametrize("fault", MANY)
+def test_how_much_a_check_may_start_and_write(fault, tmp_path):
+    id, file = "hunt-02-a", "step02_data_parallel/train.py"
+    lab(id).start(tmp_path, 1)
+    head, mark, tail = (tmp_path / file).read_text().partition("\nimport ")
+    code = f"{head}\nimport os, tempfile, time\n{MANY[fault]}\ntime.sleep(60){mark}{tail}"
+    ((found,), _) = check_in_copy(
+        checkout.clean_checkout(), [{"id": id, "student": 1, "files": {file: code.encode()}}], Limits()
+    )
+    assert (found.score, found.fault) == (0, fault), found
+
+
+def test_limits_of_a_check(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_bytes(bytes(10_000))
+    limit = SimpleNamespace(over=lambda number: number == 3)
+    assert recheck._over(os.getpid(), limit, tmp_path, 9) == ""
+    assert recheck._over(3, limit, tmp_path, 9) == "it was not through after 9 s"
+    monkeypatch.setattr(recheck, "WRITTEN", 9_999)
+    assert recheck._over(os.getpid(), limit, tmp_path, 9).startswith("it wrote more than")
+    monkeypatch.setattr(recheck, "descendants", lambda _: range(65))
+    assert recheck._over(os.getpid(), limit, tmp_path, 9).startswith("it had more than 64 processes")
 
 
 def hand_in(folder: Path):
