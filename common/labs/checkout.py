@@ -215,20 +215,21 @@ def _run(copy: Path, scratch: Path, labs: list[dict], limits: Limits, before: di
     environment |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": LOOP}
     environment |= {"MPLCONFIGDIR": str(copy.parent / "fonts"), "PYTHONDONTWRITEBYTECODE": "1", mark[0]: mark[1]}
     command = [sys.executable, "-m", "common.labs.recheck"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with OURS.lock:
-        process = subprocess.Popen(command, cwd=copy, env=environment, start_new_session=True, **pipes)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with OURS.lock, tempfile.TemporaryFile() as input:  # no pipe: `communicate` gives up the rest of it after a timeout
+        input.write(json.dumps(job).encode())
+        input.seek(0)
+        process = subprocess.Popen(command, cwd=copy, env=environment, stdin=input, start_new_session=True, **pipes)
         OURS.numbers.add(process.pid)
         OURS.running[process.pid] = process, mark
     if OURS.stopped.is_set():
         kill(process, mark)
-    content, text, limit = json.dumps(job).encode(), None, Limit(START + len(labs) * (limits.seconds + 5))
+    text, limit = None, Limit(START + len(labs) * (limits.seconds + 5))
     try:
         while text is None:
             try:
-                text, _ = process.communicate(content, LOOK)
+                text, _ = process.communicate(timeout=LOOK)
             except subprocess.TimeoutExpired as error:
-                content = None  # it has been handed over, or is about to be
                 text = (error.stdout or b"") if limit.over(process.pid) else None
     finally:
         kill(process, mark)

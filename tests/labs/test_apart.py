@@ -127,6 +127,24 @@ def test_how_much_a_check_may_start_and_write(fault, tmp_path):
     assert (found.score, found.fault) == (0, fault), found
 
 
+LATE = """#!{}
+import json, sys, time
+time.sleep(1)
+job = json.load(sys.stdin)
+print(job["word"], json.dumps({{"id": job["labs"][0]["id"], "score": 1.0}}))
+"""
+
+
+def test_a_check_that_begins_late_is_told_all(tmp_path, monkeypatch):
+    """As on a busy machine, with more than a pipe holds."""
+    script = tmp_path / "python"
+    script.write_text(LATE.format(sys.executable))
+    script.chmod(0o700)
+    monkeypatch.setattr(checkout, "sys", SimpleNamespace(executable=str(script)))
+    found = checkout._run(tmp_path, tmp_path, [{"id": "a"}], Limits(), {str(each): "0" * 64 for each in range(20_000)})
+    assert [each.score for each in found] == [1.0]
+
+
 def test_limits_of_a_check(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b").write_bytes(bytes(10_000))
