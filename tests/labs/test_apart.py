@@ -115,6 +115,7 @@ def test_the_project_of_whoever_grades_is_not_there(way, tmp_path):
 
 
 @slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody knows how many processes a check has")
 @pytest.mark.parametrize("fault", MANY)
 def test_how_much_a_check_may_start_and_write(fault, tmp_path):
     id, file = "hunt-02-a", "step02_data_parallel/train.py"
