@@ -8,6 +8,7 @@ import json
 import math
 import operator
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import UsageError
@@ -40,6 +41,16 @@ def read_answers(folder: Path) -> dict[str, str]:
                 raise UsageError(f"{path}, line {number}: {match[1]} has {len(value)} digits")
             found[match[1]] = value
     return found
+
+
+def unknown(answers: dict[str, str], names: Iterable[str]) -> str:
+    """A sentence about answers that nobody asked for, which often are misspelt; "" if there is none."""
+    *most, last = names
+    asked = f"{', '.join(most)} and {last}" if most else last
+    if found := [f"`{name:.40}`" for name in answers if name not in (*most, last)]:
+        verb = "is" if len(found) == 1 else "are"
+        return f"answer.toml: {', '.join(found[:3])} {verb} {'none of' if most else 'not'} {asked}."
+    return ""
 
 
 def number(answers: dict[str, str], name: str) -> float | None:

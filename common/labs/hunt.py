@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UsageError
-from common.labs.answers import keep, kept, read_answers
+from common.labs.answers import keep, kept, read_answers, unknown
 from common.labs.copies import Edit, copy_project, edited, files, read, shown
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
@@ -188,9 +188,8 @@ class Hunt(Lab):
         answers = read_answers(folder)
         file, line, why = (answers.get(name, "") for name in ("file", "line", "why"))
         if not file or not line.isdecimal() or line == "0":
-            other = [name for name in answers if name not in ("file", "line", "why")]
-            more = f" (`{other[0]}` is none of file, line and why.)" if other else ""
-            return 0.0, f"place: answer.toml names no file and line yet.{more}", False
+            more = unknown(answers, ("file", "line", "why"))
+            return 0.0, f"place: answer.toml names no file and line yet. {more}".rstrip(), False
         file = self._as_seen_here(file)
         if not (folder / file).is_file():
             return 0.0, f"place: there is no {file} in this folder, where paths begin: such as common/model.py.", False

@@ -1,5 +1,6 @@
 """What a lab is. Each step brings its own, in stepNN_name/labs, and `python -m common.labs` finds and runs them."""
 
+import textwrap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,3 +47,9 @@ class Lab(ABC):
     @abstractmethod
     def solution(self, student: int) -> str:
         """Return a reference solution to read, with what there is to learn from it."""
+
+
+def wrapped(text: str, indent: str = "", width: int = 118) -> str:
+    """A paragraph in lines that a terminal shows whole."""
+    words = " ".join(text.split())
+    return textwrap.fill(words, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

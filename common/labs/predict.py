@@ -1,9 +1,12 @@
 """Labs of the kind *predict, then run*: the student answers first, then the command runs and measures.
 
-A wrong answer that some other formula gives is told which one. What was measured is shown for right answers alone, and
-the command for all: whoever wants to know can run it.
+A wrong answer that some other formula gives is told which one. What was measured is shown for right answers alone; the
+commands are written into the lab's folder, so whoever wants to know can run them, with the changed code where a
+training has one.
 """
 
+import difflib
+import shlex
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.compare import Record
-from common.labs.answers import keep, kept, number, read_answers
+from common.labs.answers import keep, kept, number, read_answers, unknown
+from common.labs.copies import Edit, copy_project, edited, read
 from common.labs.find import ROOT
-from common.labs.lab import Lab, Verdict
+from common.labs.lab import Lab, Verdict, wrapped
 from common.labs.training import Launch, train
 
 SAME = 1e-3  # relative: so near, an answer is taken to come from a formula
+COMMANDS = "commands.sh"  # in a lab's folder, from the first check on
 
 
 class Question(NamedTuple):
@@ -37,7 +42,15 @@ class Experiment(NamedTuple):
     questions: tuple[Question, ...]
     trainings: tuple[Launch, ...]
     measure: Callable[[list[Record]], tuple[float, ...]]  # the trainings' records -> one value for each question
-    root: Callable[[Path, int], Path] = lambda folder, index: ROOT  # (an empty folder, training) -> whose code runs
+    names: tuple[str, ...] = ()  # of the trainings; without, they have numbers
+    changes: tuple[tuple[Edit, ...], ...] = ()  # of the code, for each training; without, all run the project's
+    where: str = ""  # in what the commands write, to find what is asked
+
+    @property
+    def runs(self) -> list[tuple[str, Launch, tuple[Edit, ...]]]:
+        """Of each training: its name, what runs, and what is changed before."""
+        names = self.names or tuple(map(str, range(len(self.trainings))))
+        return list(zip(names, self.trainings, self.changes or ((),) * len(names), strict=True))
 
 
 @dataclass(frozen=True)
@@ -49,46 +62,96 @@ class Predict(Lab):
 
     def start(self, folder: Path, student: int) -> None:
         asked = self.experiment(student)
-        lines = [f"# {line}" for line in asked.given.splitlines()]
+        lines = commented(asked.given)
         for question in asked.questions:
-            lines += ["", *(f"# {line}" for line in question.ask.splitlines())]
-            lines += [f"# (to within {question.tolerance:.0%} of what is measured)", f"{question.name} = "]
+            lines += ["", *commented(question.ask)]
+            lines += [f"# (to within {100 * question.tolerance:g}% of what is measured)", f"{question.name} = "]
         (folder / "answer.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def check(self, folder: Path, student: int) -> Verdict:
         asked = self.experiment(student)
         answers = read_answers(folder)
-        values = [number(answers, question.name) for question in asked.questions]
+        names = [question.name for question in asked.questions]
+        values = [number(answers, name) for name in names]
+        lines = [line] if (line := unknown(answers, names)) else []
         if all(value is None for value in values):
-            return Verdict(0.0, ("No answer yet: predict at least one number in answer.toml, then check.",))
-        row = {question.name: value for question, value in zip(asked.questions, values)}
+            return Verdict(0.0, ("No answer yet: predict at least one number in answer.toml, then check.", *lines))
+        row = dict(zip(names, values))
         first = next(iter(kept(folder / "stored.jsonl")), None)
         lost = keep(folder / "stored.jsonl", row)  # before anything is measured
-        commands = [
-            f"  {training.command(f'runs/{self.id}-{index}', self.base)}"
-            for index, training in enumerate(asked.trainings)
-        ]
         stored = f"Your answer is not stored: {lost}." if lost else "Your answer is stored."
         if first:
             was = ", ".join(f"{name} = {first[name]}" for name in row if first.get(name) is not None) or "none"
             stored += f" What counts as your prediction is the first one: {was}."
-        lines, right = [f"{stored} What measures it:", *commands], 0
+        lines, right = [*lines, stored, *self._what_runs(folder, asked)], 0
         for question, value, measured in zip(asked.questions, values, self.measured(asked)):
             passed, line = grade(question, value, measured)
             right += passed
             lines.append(line)
         return Verdict(right / len(values), tuple(lines))
 
+    def _what_runs(self, folder: Path, asked: Experiment) -> list[str]:
+        """Lines that say what measures the answers; the commands themselves go into a file."""
+        lines = [line for name, _, edits in asked.runs for line in changed_lines(name, edits)]
+        if lines:
+            lines.insert(0, "These trainings have changed lines:")
+        try:
+            (folder / COMMANDS).write_text(script(asked, self.base), encoding="utf-8")
+        except OSError:  # a full disk, a read-only folder
+            commands = (f"  {training.command(f'runs/{name}', self.base)}" for name, training, _ in asked.runs)
+            return [*lines, "What measures it:", *commands]
+        return [*lines, f"What measures it is in {COMMANDS} in this lab's folder; `bash {COMMANDS}` runs it once more."]
+
     def measured(self, asked: Experiment) -> tuple[float, ...]:
         """Run what there is to run. Returns a value for each question."""
         with tempfile.TemporaryDirectory(prefix="predict-") as folder:
-            roots = [asked.root(Path(folder), index) for index in range(len(asked.trainings))]
+            roots = [
+                copy_project(Path(folder, f"code-{name}"), self.step, edits) if edits else ROOT
+                for name, _, edits in asked.runs
+            ]
             return asked.measure(train(list(zip(asked.trainings, roots)), Path(folder), self.base))
 
     def solution(self, student: int) -> str:
         asked = self.experiment(student)
-        lines = [f"{each.name}: {digits(each.expected)}\n  {each.how}\n" for each in asked.questions]
-        return "\n".join([asked.given, "", *lines])
+        lines = [f"{each.name}: {digits(each.expected)}\n{wrapped(each.how, '  ')}\n" for each in asked.questions]
+        return "\n".join([wrapped(asked.given), "", *lines])
+
+
+def commented(text: str) -> list[str]:
+    """As comments of a file, in lines that fit."""
+    return [f"# {line}" for line in wrapped(text).splitlines()]
+
+
+def changed_lines(name: str, edits: tuple[Edit, ...]) -> list[str]:
+    """The lines that a training's code has in place of ours, under the file and the number of the first."""
+    lines = []
+    for file, text in edited(edits).items():
+        for line in list(difflib.unified_diff(read(ROOT / file).splitlines(), text.splitlines(), n=0, lineterm=""))[2:]:
+            if line.startswith("@@"):
+                lines.append(f"  {name}: {file}, line {line.split()[2][1:].partition(',')[0]}")
+            else:
+                lines.append(f"    {line[0]} {line[1:].strip()}")
+    return lines
+
+
+def script(asked: Experiment, base: str) -> str:
+    """A file for bash that runs the trainings of `check`: records go to `runs` beside it, changed code is a copy."""
+    lines = ["#!/usr/bin/env bash", "# What `check` runs. The records are in runs/, beside this file."]
+    lines += commented(asked.where)
+    lines += ['here=$(cd "$(dirname "$0")" && pwd)', f"cd {shlex.quote(str(ROOT))}"]
+    lines += ["export OMP_NUM_THREADS=1", "set -e"]
+    for name, training, edits in asked.runs:
+        command = training.command(f'"$here/runs/{name}"', base)
+        if edits:
+            lines += ["", f"# {name}: a copy with a changed line", "copy=$(mktemp -d)", 'cp -r common step0* "$copy"']
+            lines.append("patch -s -p1 -d \"$copy\" <<'END'")
+            for file, text in edited(edits).items():
+                pair = read(ROOT / file).splitlines(), text.splitlines()
+                lines += difflib.unified_diff(*pair, f"a/{file}", f"b/{file}", n=1, lineterm="")
+            lines += ["END", f'(cd "$copy" && PYTHONPATH=$copy {command})', 'rm -r "$copy"']
+        else:
+            lines += ["", command]
+    return "\n".join(lines) + "\n"
 
 
 def grade(question: Question, value: float | None, measured: float) -> tuple[bool, str]:

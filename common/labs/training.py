@@ -32,7 +32,11 @@ class Launch(NamedTuple):
     def command(self, run_dir: str | Path, base: str = "") -> str:
         """What one types to run it, from the top of the project."""
         launcher = "python" if self.ranks == 1 else f"torchrun --standalone --nproc_per_node {self.ranks}"
-        return " ".join([launcher, self.script, *base.split(), *self.flags.split(), f"--run-dir {run_dir}"])
+        flags = {}  # each once: where a flag is repeated, the last one counts
+        for words in re.findall(r"\S+(?: (?!--)\S+)*", " ".join(f"{base} {self.flags} --run-dir {run_dir}".split())):
+            name, _, value = words.partition(" ")
+            flags[name] = value
+        return " ".join([launcher, self.script, *(f"{name} {value}".strip() for name, value in flags.items())])
 
 
 def train(

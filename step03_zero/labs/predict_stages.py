@@ -12,7 +12,9 @@ BASE += " --no-tie-embeddings"
 
 
 def experiment(student: int) -> Experiment:
-    ranks, hidden, batches = 2 + student % 2, (32, 48, 64)[student // 2 % 3], (3, 2)[student % 2]
+    # Others would let a formula that forgets a factor give what another one gives
+    ranks, batches = ((4, 6), (6, 6), (4, 8), (6, 8))[student % 4]
+    hidden = (32, 48, 72)[student // 4 % 3]
     flags = f"--hidden {hidden} --micro-batch 1 --global-batch {ranks * batches}"
     model = parse(3, f"{BASE} {flags}".split()).model_config
     count = count_parameters(model)
@@ -20,7 +22,15 @@ def experiment(student: int) -> Experiment:
     part = 4 * (ranks - 1) / ranks  # bytes that a rank sends for each parameter that is gathered, or scattered
     one, two = part * 2 * size, part * (1 + batches) * size
     three = part * batches * (2 * size + size - ends)
-    whole = "counts all of the buffer, although a rank has 1/N of it already"
+
+    def usual(right: float) -> dict[str, float]:
+        return {
+            "counts all of the buffer, although a rank has 1/N of it already": right * ranks / (ranks - 1),
+            "counts what all ranks send together": right * ranks,
+            "counts 1/N of the buffer, the part that a rank keeps: it sends the N-1 others": right / (ranks - 1),
+            "counts numbers, and each has 4 bytes": right / 4,
+        }
+
     questions = (
         Question(
             "stage_1",
@@ -29,12 +39,11 @@ def experiment(student: int) -> Experiment:
             one,
             "Gradients are reduce-scattered and weights gathered, once per step: as much as an all-reduce.",
             {
-                "counts either gradients or weights": one / 2,
-                "counts numbers, and each has 4 bytes": one / 4,
+                "counts either gradients or weights, or 2 bytes per number, and float32 has 4": one / 2,
                 "lets every micro-batch reduce its gradients, as stage 2 does": two,
                 "all-reduces gradients: a rank that updates its part needs no more than that part": part * 3 * size,
-                whole: 8 * size,
-            },
+            }
+            | usual(one),
         ),
         Question(
             "stage_2",
@@ -47,8 +56,9 @@ def experiment(student: int) -> Experiment:
                 "gathers the weights for each micro-batch as well": part * 2 * batches * size,
                 "all-reduces every micro-batch: of its sum a rank keeps a part": part * (1 + 2 * batches) * size,
                 "forgets to gather the weights": part * batches * size,
-                whole: 4 * (1 + batches) * size,
-            },
+                "counts 2 bytes per number, and float32 has 4": two / 2,
+            }
+            | usual(two),
         ),
         Question(
             "stage_3",
@@ -66,9 +76,13 @@ def experiment(student: int) -> Experiment:
                     part * (batches * (2 * size - ends) + size)
                 ),
                 "forgets the gradients": part * batches * (2 * size - ends),
+                "gathers everything again for the backward, and counts one micro-batch": part * 3 * size,
                 "counts one micro-batch": three / batches,
-                whole: 4 * batches * (2 * size + size - ends),
-            },
+                "counts the layers alone": part * batches * 3 * (size - ends),
+                "all-reduces gradients: of their sum a rank keeps a part": three + part * batches * size,
+                "counts 2 bytes per number, and float32 has 4": three / 2,
+            }
+            | usual(three),
         ),
     )
     trainings = tuple(Launch(TRAIN, f"{flags} --zero {stage}", ranks) for stage in (1, 2, 3))
@@ -80,7 +94,8 @@ def experiment(student: int) -> Experiment:
         f"{ranks} ranks train {size:,} parameters in float32, each {batches} micro-batches per step. Embedding, head\n"
     )
     given += f"and last norm have {ends:,} of them, the layers the rest."
-    return Experiment(given, questions, trainings, measure)
+    where = 'comm_bytes of step 1 in runs/0, runs/1 and runs/2/metrics.jsonl, for the group "shard"'
+    return Experiment(given, questions, trainings, measure, where=where)
 
 
 LABS = [

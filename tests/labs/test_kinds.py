@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 
 import pytest
 
@@ -47,11 +48,6 @@ def test_what_is_predicted_is_measured(id, monkeypatch):
 @pytest.mark.parametrize("id", PREDICT)
 def test_predictions(id, tmp_path, monkeypatch):
     lab = PREDICT[id]
-    for student in range(12):
-        asked = lab.experiment(student)
-        for question in asked.questions:
-            for mistake, wrong in question.mistakes.items():
-                assert abs(wrong / question.expected - 1) > question.tolerance, (student, question.name, mistake)
     asked = lab.experiment(3)
     right = {question.name: question.expected for question in asked.questions}
     monkeypatch.setattr(type(lab), "measured", lambda self, asked: tuple(right.values()))
@@ -62,7 +58,13 @@ def test_predictions(id, tmp_path, monkeypatch):
     (tmp_path / "answer.toml").write_text(f"{first.name} = {next(iter(first.mistakes.values()))!r}\n")
     found = lab.check(tmp_path, 3)
     assert found.score == 0 and any(f"who {next(iter(first.mistakes))}" in line for line in found.feedback)
-    assert any(asked.trainings[0].script in line for line in found.feedback)
+    assert any("bash commands.sh" in line for line in found.feedback)
+    commands = (tmp_path / "commands.sh").read_text()
+    assert commands.count(f" {asked.trainings[0].script} ") == len(asked.trainings)
+    for line in (line for line in commands.splitlines() if " --run-dir " in line):
+        flags = re.findall(r"--[a-z]\S*", line)
+        assert len(flags) == len(set(flags)), "each flag once"
+    assert not os.system(f"bash -n {tmp_path}/commands.sh")
     (tmp_path / "answer.toml").write_text(f"{first.name} = {first.expected!r}\n")
     assert lab.check(tmp_path, 3).score == 1 / len(asked.questions), "what is not answered is not right"
     (tmp_path / "answer.toml").write_text("".join(f"{name} = {value!r}\n" for name, value in right.items()))
@@ -72,7 +74,7 @@ def test_predictions(id, tmp_path, monkeypatch):
     (tmp_path / "answer.toml").write_text(f"{first.name} = many\n")
     with pytest.raises(UsageError, match="many is not a number"):
         lab.check(tmp_path, 3)
-    assert str(first.how) in lab.solution(3)
+    assert first.how.split()[-1] in lab.solution(3)
 
 
 @pytest.mark.parametrize("id", PREDICT)
