@@ -55,8 +55,8 @@ beside the best one that we know. A table that cannot run is told who waits for 
         hints=(
             "Start from 1F1B with each B written as I, W. Where does a rank wait, and which W could it do then?",
             "An I on the way to the first rank should never stand behind a W: move each W behind what others wait for.",
-            "At the end the first rank has idle time before each of its last Is: let Ws that were put off fill it. "
-            "How many may be put off is what the limit on memory says.",
+            "Put off each W as long as memory lets you: do one when the next F would not fit in, and, after the last "
+            "F, one behind each I, where the first rank would wait anyway. The Ws that are left come last.",
         ),
         cases=(
             Case(3, 6, Costs(), 3),

@@ -1,11 +1,13 @@
 """Labs of the kind *schedule*: a table of a pipeline's actions that keeps a limit on memory, and is fast enough."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import UsageError
 from common.labs.lab import Lab, Verdict
+from step05_pipeline.labs.complete import incomplete
 from step05_pipeline.schedules.actions import Action, Output, Schedule, looped
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.further.csv_files import read_csv, write_csv
@@ -16,6 +18,8 @@ from step05_pipeline.schedules.validator import check_schedule
 VALID = 0.2  # of the score, for a table that runs at all; the rest is for time and memory
 SLOW = 0.5  # of the rest, at most, for a table that takes longer than asked
 ROUNDING = 1e-9
+PICTURE = "schedule.png"
+STARTED = (Action("F", 0),)  # what `start` writes for each rank
 
 
 class Case(NamedTuple):
@@ -56,15 +60,17 @@ class Tables(Lab):
     def start(self, folder: Path, student: int) -> None:
         case = self.case(student)
         _, timeline = self.best(case)
-        costs = ", ".join(f"{kind} {case.costs.of(kind):g}" for kind in "FBIW")
+        costs = ", ".join(f"{kind} {case.costs.of(kind):g}" for kind in ("FBIW" if self.split else "FB"))
         cells = "F0, B0, or in place of a B its halves I0 and W0" if self.split else "F0 and B0"
         lines = [
             f"# {case.pp} ranks, {case.micro_batches} micro-batches. Costs: {costs}; messages take no time.",
             f"# Time: at most {timeline.makespan:g}.",
             f"# Memory: at most {case.unfinished} unfinished micro-batches on a rank.",
-            f"# A line for each rank. Cells are {cells}.",
+            f"# A line for each rank, in order. Cells are {cells}, separated by commas, in the order in which the",
+            "# rank does them. You write no pauses: a rank waits by itself until what it needs has arrived.",
         ]
-        (folder / "schedule.csv").write_text("\n".join([*lines, *["F0,"] * case.pp]) + "\n", encoding="utf-8")
+        rows = [f"{STARTED[0]},"] * case.pp
+        (folder / "schedule.csv").write_text("\n".join([*lines, *rows]) + "\n", encoding="utf-8")
 
     def check(self, folder: Path, student: int) -> Verdict:
         case, path = self.case(student), folder / "schedule.csv"
@@ -73,16 +79,18 @@ class Tables(Lab):
         best, fastest = self.best(case)
         try:
             schedule = read_csv(path)
-            if (schedule.ranks, schedule.stages) != (case.pp, case.pp):
-                raise UsageError(f"the table has {schedule.ranks} lines of {schedule.stages} stages, not {case.pp}")
-            if schedule.micro_batches != case.micro_batches:
-                raise UsageError(_lacking(schedule, case))
+            if schedule.actions == (STARTED,) * case.pp:
+                return Verdict(0.0, ("The table is still to be filled in: a line for each rank, and F0 begins each.",))
+            if wrong := incomplete(schedule.actions, case.pp, case.micro_batches):
+                raise UsageError(wrong)
             if not self.split and schedule.splits_backward:
                 raise UsageError("backwards are to be whole here: write B0 in the place of I0 and W0")
             check_schedule(schedule)
         except UsageError as error:
             deadlock = "deadlock" in str(error)
-            what = str(error).removeprefix(f"schedule {path.stem}: ")
+            what = str(error).removeprefix(f"schedule {path.stem}: ").replace(str(path), path.name)
+            with contextlib.suppress(OSError):
+                (folder / PICTURE).unlink(missing_ok=True)  # of another table
             return Verdict(0.0, (*explain(schedule),) if deadlock else (f"It cannot run: {what}",))
         timeline = simulate(schedule, case.costs)
         slowest = simulate(build_schedule("naive", case.pp, case.micro_batches), case.costs).makespan
@@ -92,10 +100,15 @@ class Tables(Lab):
         kept = held <= case.unfinished
         # Squared, as the first half of the time that can be saved is easily found
         score = VALID + (1 - VALID) * (1 if fast else SLOW * max(0.0, saved) ** 2) * (1 if kept else 0.5)
-        panels = {f"yours: {timeline.makespan:g}": timeline}
+        limits = f"{timeline.makespan:g} of at most {fastest.makespan:g}, memory {held} of at most {case.unfinished}"
+        panels = {f"yours: time {limits}": timeline}
         if fast and kept:  # before that, it would be a solution to copy
             panels[f"best known, {best.name}: {fastest.makespan:g}"] = fastest
-        picture = draw(panels, folder / "schedule.png", "time")
+        try:
+            drawn = f"{'beside the best known' if len(panels) > 1 else 'as a picture'}: "
+            drawn += str(draw(panels, folder / PICTURE, "time"))
+        except UsageError as error:  # a full disk, a read-only folder
+            drawn = f"not drawn: {error}"
         verdict = "reached" if fast else "not yet"
         lines = [f"time    {timeline.makespan:g} of at most {fastest.makespan:g}: {verdict}"]
         if not kept:
@@ -107,7 +120,7 @@ class Tables(Lab):
                 _ready(schedule, timeline) or _held_up(schedule, timeline, self.split) or _longest_wait(timeline)
             )
         lines += [*text(timeline).splitlines(), f"({scale_of(timeline):g} characters are one unit of time)"]
-        return Verdict(score, (*lines, f"{'beside the best known' if len(panels) > 1 else 'as a picture'}: {picture}"))
+        return Verdict(score, (*lines, drawn))
 
     def solution(self, student: int) -> str:
         schedule, timeline = self.best(self.case(student))
@@ -117,19 +130,6 @@ class Tables(Lab):
     def write_best(self, folder: Path, student: int) -> None:
         """Write what `solution` shows as a student's table."""
         write_csv(self.best(self.case(student))[0], folder / "schedule.csv")
-
-
-def _lacking(schedule: Schedule, case: Case) -> str:
-    """Which forwards the first rank has not, or has too many."""
-    found = {action.micro_batch for action in schedule.actions[0] if action.kind == "F"}
-    lacks, more = (
-        [f"F{each}" for each in sorted(each)]
-        for each in (set(range(case.micro_batches)) - found, found - set(range(case.micro_batches)))
-    )
-    if lacks:
-        return f"rank 0 lacks {lacks[0]}{f' to {lacks[-1]}' * (len(lacks) > 1)}"
-    last = f"F{case.micro_batches - 1}"
-    return f"rank 0 does {more[0]}, and {last} is the last" if more else f"{last} is the last micro-batch"
 
 
 def _over(timeline: Timeline, most: int) -> str:

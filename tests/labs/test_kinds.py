@@ -100,7 +100,7 @@ def test_schedules(lab, tmp_path, monkeypatch):
             monkeypatch.setattr(tables, "draw", lambda panels, path, unit: path)
         lab.start(tmp_path, student)
         found = lab.check(tmp_path, student)
-        assert found.score == 0 and "cannot run" in found.feedback[0]
+        assert found.score == 0 and "still to be filled in" in found.feedback[0]
         lab.write_best(tmp_path, student)
         assert lab.check(tmp_path, student).passed and (tmp_path / "schedule.png").exists()
 
@@ -142,14 +142,20 @@ def rows(pattern: str, micro_batches: int = 6) -> str:
         ([",".join(f"F{i},B{i}" for i in range(6))] * 3, 0.2, "not yet"),
         ([rows("FB").replace(",", ";")] * 3, 0, "cells are separated by commas"),
         ([rows("FB")] * 2 + [rows("FB").replace("F0,", "B0,F0,").replace(",B0", "")], 0, "run: rank 2 does B0 before"),
-        ([rows("FB")] * 2, 0, "has 2 lines"),
-        ([rows("FB", 5)] * 3, 0, "rank 0 lacks F5"),
-        (["F0,"] * 3, 0, "rank 0 lacks F1 to F5"),
+        ([rows("FB")] * 2, 0, "has 2 lines, and there are 3 ranks"),
+        ([rows("FB", 5)] * 3, 0, "every rank lacks F5 and B5"),
+        (["F0,"] * 3, 0, "The table is still to be filled in"),
+        (["F0,B0"] * 3, 0, "run: every rank lacks F1 to F5 and B1 to B5"),
+        ([rows("FB"), "F0,F3,B0,I1,W2", rows("FB")], 0, "run: rank 1 lacks F1, F2, F4, F5, B3 to B5, I2 and W1"),
+        ([rows("FB"), *["F0,F5,B0"] * 2], 0, "run: ranks 1 and 2 lack F1 to F4 and B1 to B5"),
+        ([rows("FB"), "F0.1", rows("FB")], 0, "run: F0.1 is of another stage"),
+        ([rows("FB"), "G0", rows("FB")], 0, "run: schedule.csv, line 2: 'G0' is no action"),
         ([rows("FB", 7)] * 3, 0, "rank 0 does F6, and F5 is the last"),
-        ([rows("FB"), rows("FB"), rows("FB").replace("B5", "B4")], 0, "B4 twice"),
+        ([rows("FB"), rows("FB"), rows("FB").replace("B5", "B4")], 0, "rank 2 lacks B5"),
+        ([rows("FB"), rows("FB"), rows("FB") + ",B4"], 0, "B4 twice"),
         ([rows("FB"), rows("FB"), rows("FIW").replace("I0", "W0", 1)], 0, "It cannot run"),
         ([rows("FIW")] * 3, 0, "backwards are to be whole here: write B0 in the place of I0 and W0"),
-        ([rows("FB"), rows("FB"), rows("F")], 0, "never does B0"),
+        ([rows("FB"), rows("FB"), rows("F")], 0, "run: rank 2 lacks B0 to B5"),
         (["F0,B0," + rows("FB")[3:].replace(",B0", ""), "F1,F0," + rows("FB")[6:], rows("FB")], 0, "which comes after"),
     ],
 )
