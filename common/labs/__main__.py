@@ -133,6 +133,9 @@ def start(state: State, lab: Lab) -> None:
     if not folder.exists():  # a lab whose folder was deleted keeps its variant
         make(state, lab, state.labs.get(lab.id, Progress(student=state.student)).student)
     state.update(started)
+    if (number := state.labs[lab.id].student) != state.student:
+        change = f"`{COMMAND} reset {lab.id}` makes the files of number {state.student}"
+        print(f"{lab.id} was started as student {number}, and stays what it was; {change}.\n")
     print(f"# {lab.id}: {lab.title}\n\n{lab.task}\n\nYour files are in {shown(folder)}. Then: {COMMAND} check")
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from common.drawing.figures import SERIES, new_figure, write_png
 from common.errors import UsageError
+from common.labs import find
 from common.labs.answers import kept
-from common.labs.design import is_score
+from common.labs.design import Design, is_score
 from common.labs.state import State
 from common.labs.submit import printable
 
@@ -47,11 +48,13 @@ def best_rows(folder: Path) -> dict[tuple[str, int], list[dict]]:
     """By lab and variant of its hardware: the best design of each person, fastest first."""
     best = {}
     for path in sorted(folder.glob("scores*.jsonl")):
-        rows = kept(path)
-        if odd := [row for row in rows if not is_score(row) and is_score(row | {"speed": 1.0})]:
+        rows = [row for row in kept(path) if is_score(row | {"speed": 1.0}) and row["lab"] in find.all_labs()]
+        good = [row for row in rows if is_score(row) and _is_possible(row)]
+        if odd := [row for row in rows if row not in good]:
             speed = str(odd[0].get("speed"))[:20]
-            print(f"warning: {path.name}: {speed} tokens/s is left out: no machine has that", file=sys.stderr)
-        for row in filter(is_score, rows):
+            why = "no layout that we know is as fast on such hardware"
+            print(f"warning: {path.name}: {speed} tokens/s is left out: {why}", file=sys.stderr)
+        for row in good:
             key = row["lab"], row["variant"], _person(row)
             if key not in best or row["speed"] > best[key]["speed"]:
                 best[key] = row
@@ -59,6 +62,11 @@ def best_rows(folder: Path) -> dict[tuple[str, int], list[dict]]:
     for (lab, variant, _), row in sorted(best.items(), key=lambda item: (item[0][:2], -item[1]["speed"])):
         found.setdefault((lab, variant), []).append(row)
     return found
+
+
+def _is_possible(row: dict) -> bool:
+    lab = find.all_labs()[row["lab"]]
+    return isinstance(lab, Design) and lab.is_possible(row)
 
 
 def _person(row: dict) -> str | int:

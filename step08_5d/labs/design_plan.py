@@ -47,7 +47,7 @@ def given(student: int) -> str:
         f"{task.name} on {task.gpus} {machine.name}s, {machine.gpus} in a node.\n"
         f"Each has {machine.memory / 1e9:.0f} GB, of which {MOST_FULL:.0%} may be filled.\n"
         f"{task.sequences} sequences of {task.seq} tokens per step, bfloat16.\n"
-        "zero: 0 to 3; recompute: none, selective or full; micro_batch: sequences."
+        f"dp x tp x pp x cp is {task.gpus}. zero: 0 to 3; recompute: none, selective or full; micro_batch: sequences."
     )
 
 
@@ -61,6 +61,10 @@ def layout_of(answers: dict[str, str], task: Task) -> Layout:
     product = layout.dp * layout.tp * layout.pp * layout.cp
     if product != task.gpus:
         raise UsageError(f"dp x tp x pp x cp is {product}, and there are {task.gpus} GPUs")
+    if task.sequences % (layout.dp * size):
+        raise UsageError(
+            f"{task.sequences} sequences cannot be divided by dp x micro_batch, which is {layout.dp * size}"
+        )
     flags(task, layout)  # which raises UsageError where step 8 would
     return layout._replace(micro_batches=task.sequences // layout.dp // size)
 
@@ -79,9 +83,13 @@ def judge(answers: dict[str, str], student: int) -> Judged:
     parts = sorted(found._asdict().items(), key=lambda item: -item[1])
     where = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts if seconds > 0.01 * found.step)
     lines = (f"a step takes {found.step:.2f} s: {where}", f"memory: {needed / 1e9:.0f} of {room / 1e9:.0f} GB")
-    best = best_of(student % len(CASES)).seconds[PROFILE.name]
-    speeds = speed(task, found.step), speed(task, best)
-    return Judged(named(layout), *speeds, lines)
+    legend = f"({layout.micro_batches} x {layout.micro_batch}: micro-batches of a rank x sequences in each)"
+    return Judged(named(layout), speed(task, found.step), best_speed(student), (legend, *lines))
+
+
+def best_speed(student: int) -> float:
+    """Tokens/s of the best layout that the planner finds."""
+    return speed(task_of(student), best_of(student % len(CASES)).seconds[PROFILE.name])
 
 
 def reveal(student: int) -> str:
@@ -102,7 +110,8 @@ LABS = [
         task="""\
 Which layout trains this model fastest on these GPUs? `answer.toml` says which, and has a layout to begin with. `check`
 says whether it fits, what a step takes and what for (*predicted*, by the planner of step 8), and keeps a score board.
-Passed with 98 % of the speed of the best layout that the planner finds.
+
+*Graded:* 0.9 times your share of the speed of the best layout that the planner finds; 98 % of it pass.
 
 *Before:* lesson 8 and `step08_5d/planning/README.md`. Calculate first; the planner itself is the solution.
 """,
@@ -119,5 +128,6 @@ Passed with 98 % of the speed of the best layout that the planner finds.
         judge=judge,
         reveal=reveal,
         variants=len(CASES),
+        best=best_speed,
     )
 ]

@@ -9,7 +9,7 @@ from common.labs.state import State
 
 def test_a_board(tmp_path, capsys):
     room = tmp_path / "room"
-    for number, speed in ((1, 100.0), (2, 300.0), (3, 200.0)):
+    for number, speed in ((1, 100.0), (2, 200.0), (3, 180.0)):
         home = tmp_path / str(number)
         home.mkdir()
         row = {"lab": "design-08-a", "variant": 0, "student": number, "layout": "dp 4"}
@@ -18,11 +18,14 @@ def test_a_board(tmp_path, capsys):
         (home / "scores.jsonl").write_text(text)
         board.publish(State(home, student=number, name="Ada" if number == 2 else "", board=str(room)))
     (room / "scores-8.jsonl").write_text(json.dumps(row | {"speed": 1e308}) + "\n")
-    (room / "scores-9.jsonl").write_text('{"lab": "x", "variant": 0, "student": 1, "layout": "", "speed": NaN}\n[]\n')
+    odd = '{"lab": "x", "variant": 0, "student": 1, "layout": "", "speed": NaN}\n[]\n'
+    (room / "scores-9.jsonl").write_text(odd + odd.replace('"x"', '"design-08-a"') + odd.replace('"x"', '"write-01-a"'))
+    (room / "scores-7.jsonl").write_text(json.dumps(row | {"speed": 210.0}) + "\n" + json.dumps(row | {"variant": 4}))
     assert command.main(["board", str(room), "--home", str(tmp_path)]) == 0
     printed, warned = capsys.readouterr()
-    assert warned.count("is left out: no machine has that\n") == 2 and "1e+308 tokens/s is left out" in warned
-    assert "1.          300 tokens/s  Ada: dp 4\n  2.          200 tokens/s  student 3" in printed
+    assert warned.count("is left out: no layout that we know is as fast on such hardware\n") == 3
+    assert "1e+308 tokens/s is left out" in warned and "210.0 tokens/s is left out" in warned
+    assert "1.          200 tokens/s  Ada: dp 4\n  2.          180 tokens/s  student 3" in printed
     assert (room / "board.png").exists()
     odd = {"lab": "design-08-a", "variant": 0, "student": 4, "layout": "dp $4 \x1b[2J", "speed": 150.0}
     (room / "scores-4.jsonl").write_text(json.dumps(odd | {"name": "Ada $\\frac$ \x1b[31m"}) + "\n")

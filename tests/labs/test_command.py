@@ -93,3 +93,12 @@ def test_bad_input_is_one_line(labs, words):
 
 def test_a_number_is_confirmed(labs):
     assert "\nYou are student 23: " in labs("--student", "23")[1] and "You are" not in labs()[1]
+
+
+def test_a_lab_that_was_started_keeps_its_number_and_says_so(labs):
+    assert "was started as" not in labs("start", "write-01-x", "--student", "7")[1]
+    assert "was started as" not in labs("start", "write-01-x")[1]
+    line = "write-01-x was started as student 7, and stays what it was; `python -m common.labs reset write-01-x` makes"
+    assert labs("start", "write-01-x", "--student", "8")[1].startswith(f"{line} the files of number 8.\n")
+    labs("reset", "write-01-x")
+    assert "was started as" not in labs("start", "write-01-x")[1]

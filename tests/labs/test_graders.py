@@ -275,6 +275,7 @@ def test_a_design(speed, score, tmp_path):
     """Passed with 98 % of the best; the score board has the fastest first, each once."""
     texts = {"id": "design-01-z", "title": "", "minutes": 1, "task": "", "hints": ("", "", "")}
     asked = {"given": lambda student: "", "fields": {"dp": "1"}, "reveal": lambda student: "", "variants": 2}
+    asked["best"] = lambda student: 210.0
     lab = Design(**texts, **asked, judge=lambda answers, student: Judged(f"dp {answers['dp']}", speed, 100.0, ("why",)))
     folder = tmp_path / lab.id
     folder.mkdir()

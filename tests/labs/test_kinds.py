@@ -17,7 +17,7 @@ from step05_pipeline.labs import predict_bubble, schedule_tables, tables
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import simulate
 from step06_context_parallel.labs import predict_ring
-from step08_5d.labs import design_cable, design_plan
+from step08_5d.labs import design_plan
 from tests.harness.ranks import run_ranks
 
 MODULES = predict_memory, predict_bytes, predict_stages, predict_bubble, predict_ring
@@ -235,47 +235,3 @@ def test_a_plan(student, tmp_path):
     write(folder, **answers | {"dp": best.dp * best.tp * best.pp * best.cp, "tp": 1, "pp": 1, "cp": 1, "zero": 0})
     assert "may be filled" in lab.check(folder, student).feedback[0]
     assert "step08_5d.planning plan" in lab.solution(student)
-
-
-def test_all_layouts_of_four_ranks_are_compared():
-    """And step 8 accepts each of them."""
-    case, found = design_cable.CASES[0], list(design_cable.layouts(design_cable.CASES[0]))
-    expected = []
-    for dp, tp, pp, size in itertools.product(range(1, 9), repeat=4):
-        if dp * tp * pp == 4 and 8 // dp % size == 0:
-            expected += [(dp, tp, pp, size, 8 // dp // size, order) for order in ("tp,cp,pp,dp", "tp,cp,dp,pp")]
-    ways = [(each.dp, each.tp, each.pp, each.micro_batch, each.micro_batches, order) for each, order in found]
-    assert sorted(ways) == sorted(expected)
-    for each in found:
-        design_cable.flags_of(case, *each)
-    for case in design_cable.CASES:
-        fastest = min(design_cable.predict(case, *each).step for each in design_cable.layouts(case))
-        assert design_cable.predict(case, *design_cable.best_of(case)).step == fastest
-
-
-@pytest.mark.parametrize("student", range(4))
-def test_a_slow_cable(student, tmp_path, monkeypatch):
-    (lab,) = design_cable.LABS
-    monkeypatch.setattr(design_cable, "measure", lambda *_: 100.0)
-    folder = tmp_path / lab.id
-    folder.mkdir()
-    lab.start(folder, student)
-    assert lab.check(folder, student).score < 0.9
-    case = design_cable.CASES[student]
-    layout, order = design_cable.best_of(case)
-    answers = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "micro_batch")} | {"order": order}
-    write(folder, **answers)
-    found = lab.check(folder, student)
-    assert found.passed and "measured: 100 tokens/s" in found.feedback
-    monkeypatch.setattr(design_cable, "measure", lambda *_: "no namespaces")
-    found = lab.check(folder, student)
-    assert found.passed and "not measured: no namespaces" in found.feedback
-    for changed, message in (
-        ({"order": "dp,tp"}, "is none of"),
-        ({"tp": 3}, "must be 4"),
-        ({"micro_batch": 16}, "cannot be divided"),
-        ({"dp": 0}, "at least 1"),
-    ):
-        write(folder, **answers | changed)
-        assert message in lab.check(folder, student).feedback[0]
-    assert design_cable.command(case) in lab.solution(student)
