@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import UsageError
-from common.labs.lab import Lab, Verdict
+from common.labs.lab import Lab, Verdict, wrapped
 from step05_pipeline.labs.complete import incomplete
 from step05_pipeline.schedules.actions import Action, Output, Schedule, looped
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
@@ -66,9 +66,10 @@ class Tables(Lab):
             f"# {case.pp} ranks, {case.micro_batches} micro-batches. Costs: {costs}; messages take no time.",
             f"# Time: at most {timeline.makespan:g}.",
             f"# Memory: at most {case.unfinished} unfinished micro-batches on a rank.",
-            f"# A line for each rank, in order. Cells are {cells}, separated by commas, in the order in which the",
-            "# rank does them. You write no pauses: a rank waits by itself until what it needs has arrived.",
         ]
+        how = f"A line for each rank, in order. Cells are {cells}, in the order in which the rank does "
+        how += "them, with commas between. You write no pauses: a rank waits by itself until what it needs has arrived."
+        lines += [f"# {line}" for line in wrapped(how).splitlines()]
         rows = [f"{STARTED[0]},"] * case.pp
         (folder / "schedule.csv").write_text("\n".join([*lines, *rows]) + "\n", encoding="utf-8")
 
