@@ -20,7 +20,8 @@ from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict, wrapped
 from common.labs.training import Launch, train
 
-SAME = 1e-3  # relative: so near, an answer is taken to come from a formula
+SAME = 1e-3  # relative, at least: so near, an answer is taken to come from a formula
+WIDTH = 116  # of lines for the student, behind an indent
 COMMANDS = "commands.sh"  # in a lab's folder, from the first check on
 
 
@@ -33,6 +34,11 @@ class Question(NamedTuple):
     expected: float  # what the right formula gives: the tests hold it against what is measured
     how: str  # the right formula, with what to remember
     mistakes: dict[str, float]  # what a wrong formula forgets or counts twice -> what it gives
+
+    @property
+    def same(self) -> float:
+        """Relative: so near, an answer is taken to come from a formula, be it rounded, or without what is small."""
+        return max(SAME, self.tolerance / 5)
 
 
 class Experiment(NamedTuple):
@@ -81,9 +87,10 @@ class Predict(Lab):
         lost = keep(folder / "stored.jsonl", row)  # before anything is measured
         stored = f"Your answer is not stored: {lost}." if lost else "Your answer is stored."
         if first:
-            was = ", ".join(f"{name} = {first[name]}" for name in row if first.get(name) is not None) or "none"
-            stored += f" What counts as your prediction is the first one: {was}."
-        lines, right = [*lines, stored, *self._what_runs(folder, asked)], 0
+            stored += " What counts as your prediction is the first one: "
+            given = {name: first[name] for name in row if isinstance(first.get(name), float)}
+            stored += ", ".join(f"{name} = {digits(value)}" for name, value in given.items()) or "none"
+        lines, right = [*lines, *wrapped(stored, width=WIDTH).splitlines(), *self._what_runs(folder, asked)], 0
         for question, value, measured in zip(asked.questions, values, self.measured(asked)):
             passed, line = grade(question, value, measured)
             right += passed
@@ -160,12 +167,14 @@ def grade(question: Question, value: float | None, measured: float) -> tuple[boo
         return False, f"{question.name}: no answer yet."
     if abs(value - measured) <= question.tolerance * abs(measured):
         return True, f"{question.name}: right. Measured: {digits(measured)}."
-    known = [mistake for mistake, wrong in question.mistakes.items() if abs(value - wrong) <= SAME * abs(wrong)]
+    near = question.same
+    known = [mistake for mistake, wrong in question.mistakes.items() if abs(value - wrong) <= near * abs(wrong)]
     if known:
         return False, f"{question.name}: {digits(value)} is what one gets who {', or who '.join(known)}."
     size = "too large" if abs(value) > abs(measured) else "too small"
     factor = max(abs(value), abs(measured)) / max(min(abs(value), abs(measured)), 1e-300)
     hint = f"by more than {10 ** (len(str(int(factor))) - 1):,} times" if factor >= 10 else "by a factor below 10"
+    hint = "by a factor below 2" if factor < 2 else hint
     return False, f"{question.name}: {digits(value)} is {size}, {hint}."
 
 

@@ -55,7 +55,7 @@ def experiment(student: int) -> Experiment:
             "`python -m step01_single_gpu.memory_model` lists it.",
             {
                 "counts one layer": layer,
-                "counts log-probabilities alone": total_bytes(saved, "log-probabilities"),
+                "counts the head with its loss alone": total_bytes(saved, "head", "log-probabilities"),
                 "counts the layers alone, and the head with its loss keeps something, too": layers * layer,
                 "forgets what the MLPs keep": sequence - total_bytes(saved, "mlp"),
                 "forgets what attention keeps": sequence - total_bytes(saved, "attention"),

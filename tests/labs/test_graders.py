@@ -254,7 +254,9 @@ def test_a_prediction():
         assert not grade_prediction(question, value, 100.0)[0], value
     for value, said in (
         (50.02, "forgets the backward"),
-        (106.0, "too large, by a factor below 10"),
+        (106.0, "too large, by a factor below 2"),
+        (201.0, "too large, by a factor below 10"),
+        (50.4, "forgets the backward"),
         (3.0, "too small, by more than 10 times"),
         (None, "no answer yet"),
     ):

@@ -13,7 +13,7 @@ import pytest
 from common.labs.answers import unknown
 from common.labs.copies import edited
 from common.labs.find import ROOT
-from common.labs.predict import SAME, Question, changed_lines, digits, grade, script
+from common.labs.predict import Question, changed_lines, digits, grade, script
 from tests.labs.test_kinds import PREDICT
 
 # Lab, question, how a mistake begins -> what it gives, as a share of the right answer; N ranks
@@ -99,7 +99,8 @@ def test_a_wrong_formula_neither_passes_nor_gives_what_another_one_gives(id):
                 zip(names, (question.expected, *question.mistakes.values())), 2
             ):
                 ratio = max(low, high) / min(low, high)
-                assert ratio > (1 + 3 * SAME if one else far), (student, question.name, one, two)
+                near = (1 + question.same) / (1 - question.same)
+                assert ratio > (near if one else far), (student, question.name, one, two)
 
 
 @pytest.mark.parametrize("id", PREDICT)
