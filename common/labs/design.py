@@ -37,10 +37,11 @@ class Design(Lab):
     reveal: Callable[[int], str]  # the best layout, and why
     variants: int  # student numbers with the same remainder have the same hardware
     best: Callable[[int], float]  # tokens/s of the best layout that we know, by student number
+    begins: Callable[[int], dict[str, str]] = lambda student: {}  # fields that begin otherwise for a student number
 
     def start(self, folder: Path, student: int) -> None:
         lines = [f"# {line}" for line in self.given(student).splitlines()]
-        for name, value in self.fields.items():
+        for name, value in (self.fields | self.begins(student)).items():
             lines.append(f"{name} = {value}" if value.isdecimal() else f'{name} = "{value}"')
         (folder / "answer.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

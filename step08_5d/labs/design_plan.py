@@ -108,8 +108,9 @@ LABS = [
         title="A plan for a cluster",
         minutes=30,
         task="""\
-Which layout trains this model fastest on these GPUs? `answer.toml` says which, and has a layout to begin with. `check`
-says whether it fits, what a step takes and what for (*predicted*, by the planner of step 8), and keeps a score board.
+Which layout trains this model fastest on these GPUs? `answer.toml` says which GPUs, and begins with a layout that fits,
+but is slow. `check` says whether yours fits, what a step takes and what for (*predicted*, by the planner of step 8),
+and keeps a score board.
 
 *Graded:* 0.9 times your share of the speed of the best layout that the planner finds; 98 % of it pass.
 
@@ -124,10 +125,11 @@ says whether it fits, what a step takes and what for (*predicted*, by the planne
             "fit, tensor parallelism within a node, a pipeline across nodes.",
         ),
         given=given,
-        fields={"dp": "8", "tp": "8", "pp": "1", "cp": "1", "zero": "1", "recompute": "none", "micro_batch": "1"},
+        fields={"dp": "1", "tp": "8", "pp": "8", "cp": "1", "zero": "0", "recompute": "full", "micro_batch": "1"},
         judge=judge,
         reveal=reveal,
         variants=len(CASES),
         best=best_speed,
+        begins=lambda student: {"pp": str(task_of(student).gpus // 8)},
     )
 ]
