@@ -281,7 +281,7 @@ bubble, and what can hide.
             "activations of every layer, or activations at one border?",
             "Which dimension should stay inside a node? (`order` and the degrees decide.) How much of the rest hides?",
             "Calculate three candidates: dp across with tp inside, pp across with tp inside, pp across with dp "
-            "inside; then choose the micro-batch: small for the bubble.",
+            "inside. Then choose the micro-batch: small where there is a bubble, large where sums of gradients hide.",
         ),
         given=given,
         fields={"dp": "1", "tp": "4", "pp": "1", "micro_batch": "8", "order": "tp,cp,pp,dp"},

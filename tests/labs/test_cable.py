@@ -96,3 +96,18 @@ def test_the_seconds_of_the_cable_can_be_calculated_again(degrees, order, dimens
     assert said in " ".join(map(str.strip, lines)) and all(len(line) <= 118 for line in lines)
     exposed = found[1].seconds - found[1].hidden
     assert design_cable.predict(case, layout, order).cable == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize("case", design_cable.CASES)
+def test_the_last_hint_leads_to_the_best(case):
+    """Three candidates, each with the micro-batch that the hint says: small for a bubble, large to hide sums."""
+    speeds = {}
+    for layout, order in design_cable.layouts(case):
+        degrees, seconds = (layout.dp, layout.tp, layout.pp), design_cable.predict(case, layout, order).step
+        if degrees == (2, 2, 1) and layout.micro_batches == 1:
+            speeds["dp across"] = seconds
+        elif degrees == (1, 2, 2) and layout.micro_batch == 1:
+            speeds["pp across, tp inside"] = seconds
+        elif degrees == (2, 1, 2) and layout.micro_batch == 1 and order == "tp,cp,dp,pp":
+            speeds["pp across, dp inside"] = seconds
+    assert min(speeds.values()) == design_cable.predict(case, *design_cable.best_of(case)).step and len(speeds) == 3
