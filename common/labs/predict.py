@@ -88,7 +88,7 @@ class Predict(Lab):
         stored = f"Your answer is not stored: {lost}." if lost else "Your answer is stored."
         if first:
             stored += " What counts as your prediction is the first one: "
-            given = {name: first[name] for name in row if isinstance(first.get(name), float)}
+            given = {name: first[name] for name in row if isinstance(first.get(name), int | float)}
             stored += ", ".join(f"{name} = {digits(value)}" for name, value in given.items()) or "none"
         lines, right = [*lines, *wrapped(stored, width=WIDTH).splitlines(), *self._what_runs(folder, asked)], 0
         for question, value, measured in zip(asked.questions, values, self.measured(asked)):
