@@ -114,3 +114,42 @@ def kept(path: Path) -> list[dict]:
         if isinstance(row, dict):
             rows.append(row)
     return rows
+
+
+def filled(text: str, cell: str) -> tuple[str, list[str], list[str], list[str]]:
+    """Set answers in the text of an answer.toml, and keep its comments and all that is not answered.
+
+    Returns the text, the answers that were set, the names in the cell that the file has not, and those that it has.
+    Raises UsageError, with the line, where the cell has something else than answers and comments.
+    """
+    given: dict[str, tuple[str, str]] = {}
+    for number, line in enumerate(cell.removeprefix("\ufeff").splitlines(), 1):
+        if line.strip() and not line.strip().startswith("#"):
+            if (parts := _parts(line)) is None:
+                form = f"{line.strip()!r:.100} is not of the form name = value, in one line"
+                raise UsageError(f"line {number} of the cell: {form}; nothing is written")
+            given[parts[0]] = parts[1:]
+    names, lines = [], text.splitlines()
+    for at, line in enumerate(lines):
+        name, _, comment = _parts(line) or ("", "", "")
+        names += [name] * bool(name)
+        if name in given:
+            value, comment = given[name][0], given[name][1] or comment
+            lines[at] = f"{name} = {value}" + f"  {comment}" * bool(comment)
+    written = [f"{name} = {value}" for name, (value, _) in given.items() if name in names]
+    return "\n".join(lines) + "\n", written, [name for name in given if name not in names], list(dict.fromkeys(names))
+
+
+def without_comments(text: str) -> list[str]:
+    """The lines of an answer.toml that are answers, or that wait for one."""
+    return [f"{parts[0]} = {parts[1]}" for line in text.splitlines() if (parts := _parts(line))]
+
+
+def _parts(line: str) -> tuple[str, str, str] | None:
+    """Of a line `name = value  # comment`: its name, its value with quotes, and its comment. None for another line."""
+    line = line.strip()
+    if line.startswith("#") or not (match := LINE.fullmatch(line)):
+        return None
+    group = next((each for each in (2, 3) if match[each] is not None), 4)
+    end = match.end(group) + (group < 4)
+    return match[1], line[line.index("=") + 1 : end].strip(), line[end:].strip()
