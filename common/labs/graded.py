@@ -114,7 +114,8 @@ def _about_factor(factor: float, case: Case, cases: list[Graded]) -> str:
 
     def is_size(name: str) -> bool:
         return all(
-            found and min(abs(found / size[name] - 1), abs(found * size[name] - 1)) < 1e-6 for found, size in pairs
+            found and name in size and min(abs(found / size[name] - 1), abs(found * size[name] - 1)) < 1e-6
+            for found, size in pairs
         )
 
     whole = [name for name, size in vars(case).items() if isinstance(size, int) and size > 1 and name != "seed"]

@@ -9,6 +9,8 @@ COUNTED = "`received` is"
 CASES = (
     Case(ranks=1, tokens=6, width=4, hidden=5, experts=8, choices=1),  # two experts get no token at least
     Case(ranks=2, tokens=24, width=6, hidden=8, experts=4, choices=3),
+    # Nobody chooses the two experts of rank 0, nor one of rank 1; and the last one is not chosen by tokens of rank 0
+    Case(ranks=4, tokens=32, width=5, hidden=3, experts=8, choices=2, unchosen=3),
     Case(ranks=3, tokens=21, width=5, hidden=7, experts=6, choices=2),
     Case(ranks=4, tokens=40, width=16, hidden=4, experts=8, choices=2),
 )
@@ -19,7 +21,11 @@ def drawn(case: Case) -> tuple[Tensor, ...]:
     random = torch.Generator().manual_seed(case.seed)
     sizes = [(case.tokens, case.width), (case.width, case.experts), (case.experts, case.width, case.hidden)]
     sizes += [(case.experts, case.hidden, case.width), (case.tokens, case.width)]
-    return tuple(torch.randn(*size, generator=random, dtype=torch.float64) for size in sizes)
+    x, router, *others = (torch.randn(*size, generator=random, dtype=torch.float64) for size in sizes)
+    if unchosen := vars(case).get("unchosen", 0):
+        x[:, 0], x[:, 1] = 1, torch.arange(case.tokens) < case.tokens // case.ranks  # each token; those of rank 0
+        router[:2], router[0, :unchosen], router[1, -1] = 0, -100, -100
+    return x, router, *others
 
 
 def mix(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor, rule: str = "") -> Tensor:
@@ -43,9 +49,11 @@ def part_of(case: Case, rank: int, x: Tensor, router: Tensor, ups: Tensor, downs
     return [x, router, ups, downs, dy]
 
 
-def set_sizes(student, case: Case) -> None:
+def prepared(student, case: Case, rank: int) -> list[Tensor]:
+    """A rank's part of what is drawn, once the student's module has the sizes of the case."""
     student.EXPERTS, student.CHOICES, student.HIDDEN = case.experts, case.choices, case.hidden
     student.TOKENS, student.WIDTH = case.tokens, case.width
+    return part_of(case, rank, *drawn(case))
 
 
 def rows_between(case: Case) -> Tensor:
@@ -60,18 +68,30 @@ def arrived(case: Case) -> list[int]:
     return rows_between(case).sum(0).tolist()
 
 
-def bytes_of_rows(case: Case) -> float:
-    """Bytes of a rank's choices, as they travel."""
-    return 8 * case.tokens // case.ranks * case.choices * case.width
+def bytes_of_a_trip(case: Case) -> float:
+    """What a rank sends whose experts are the most popular ones: its rows, and home what they make of others'."""
+    rows = case.tokens // case.ranks * case.choices + max(arrived(case))
+    return (1 - 1 / case.ranks) * 8 * case.width * rows
 
 
 def errors_of_route(case: Case) -> dict[str, str]:
-    """What an exchange says whose sizes are not those of its rows."""
+    """What an exchange says whose sizes are not those of its rows, and ranks if one of them takes no part in one."""
+    absent = "every rank takes part in every exchange."
+    if "unchosen" in vars(case):
+        absent += " A rank with experts that nobody may have chosen has nothing to send there, but others wait for it."
     text = "the sizes of an exchange are those of what leaves, then of what comes. On the way home the two lists swap."
+    zero = "an expert that none of my tokens chose has a count, too: 0. So there are EXPERTS counts in all: `bincount` "
+    zero += "needs `minlength`, and `unique` leaves out what does not occur."
     return {
+        "has come to its end": absent,
         COUNTED: "each rank knows where its own rows go, and must be told how many come: has every rank sent the "
         "others its counts?",
         "exchange": text,
         "plit sizes": text,
         "out of bounds": "experts are counted from 0 on each rank: the number of an expert among mine.",
+        "is invalid for input of size": zero,
+        "repeats must have the same size": zero,
     }
+
+
+LAB = {"source": "step07_expert_parallel/sketch.py", "cases": CASES, "errors": errors_of_route}

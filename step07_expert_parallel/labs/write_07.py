@@ -8,22 +8,19 @@ from common.labs.rules import sends_at_most
 from common.labs.seen import Notes
 from common.labs.write import Expected, WriteLab, page
 from step07_expert_parallel.labs.routing import (
-    CASES,
     COUNTED,
+    LAB,
     arrived,
-    bytes_of_rows,
+    bytes_of_a_trip,
     drawn,
-    errors_of_route,
     mix,
-    part_of,
+    prepared,
     rows_between,
-    set_sizes,
 )
 
 
 def route(student, case: Case, rank: int) -> dict[str, Tensor]:
-    set_sizes(student, case)
-    x, router, ups, downs, _ = part_of(case, rank, *drawn(case))
+    x, router, ups, downs, _ = prepared(student, case, rank)
     student.exchange = _that_looks(student.exchange, rows_between(case), rank)
     y, kept = student.forward(x, router, ups, downs)
     return {"y": y} | _by_group(case, rank, *kept[1:4], *kept[6:])
@@ -93,7 +90,18 @@ def _misplace(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor)
         "a token has the result of one expert alone: the next one was written over it instead of added.": (
             [{"y": each[tokens, last]}, {"y": each[:, -1]}]
         ),
+        "an expert keeps its number when nobody chooses it: rows came to others, because numbers were counted anew "
+        "among the experts that were chosen.": (
+            [add(experts[_counted_anew(case, chosen)[chosen], token] * gates, token)]
+        ),
     }
+
+
+def _counted_anew(case: Case, chosen: Tensor) -> Tensor:
+    """By expert: the one whose place it takes if each rank counts only those of its experts that anybody has chosen."""
+    used = chosen.bincount(minlength=case.experts).bool().view(case.ranks, -1)
+    first = torch.arange(0, case.experts, case.experts // case.ranks)[:, None]
+    return ((used.cumsum(1) - 1).clamp(min=0) + first).flatten()
 
 
 def _confuse(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor) -> Tensor:
@@ -186,19 +194,17 @@ def judge_route(case: Case, rank: int, notes: Notes):
     counts = 8 * case.experts
     most = max(arrived(case))  # rows of the rank whose experts are most popular
     numbers = 8 * max(most, case.tokens // case.ranks * case.choices)  # if the number of its expert travels with a row
-    yield from sends_at_most(notes, share * (bytes_of_rows(case) + most * 8 * case.width + counts + numbers), why)
+    yield from sends_at_most(notes, bytes_of_a_trip(case) + share * (counts + numbers), why)
 
 
 LABS = [
     WriteLab(
         **page(__file__, "write-07-a"),
-        source="step07_expert_parallel/sketch.py",
+        **LAB,
         bodies=(1,),
         hidden={"backward": "write-07-b"},
-        cases=CASES,
         run=route,
         expect=expect_mixture,
         judge=judge_route,
-        errors=errors_of_route,
     ),
 ]

@@ -7,22 +7,12 @@ from common.labs.ranks import Case
 from common.labs.rules import sends_at_most
 from common.labs.seen import Notes
 from common.labs.write import Expected, WriteLab, page
-from step07_expert_parallel.labs.routing import (
-    CASES,
-    arrived,
-    bytes_of_rows,
-    drawn,
-    errors_of_route,
-    mix,
-    part_of,
-    set_sizes,
-)
+from step07_expert_parallel.labs.routing import LAB, bytes_of_a_trip, drawn, mix, prepared
 
 
 def go_back(student, case: Case, rank: int) -> dict[str, Tensor]:
-    set_sizes(student, case)
     torch.set_deterministic_debug_mode("warn")  # what is made empty is nan, and not 0 by chance
-    x, router, ups, downs, dy = part_of(case, rank, *drawn(case))
+    x, router, ups, downs, dy = prepared(student, case, rank)
     _, kept = student.forward(x, router, ups, downs)
     return dict(zip(("dx", "drouter", "dups", "ddowns"), student.backward(dy, router, ups, downs, kept)))
 
@@ -69,6 +59,8 @@ def expect_back(case: Case) -> list[Expected]:
             },
             "`order` says which choice is in which row: gradients of gates come in the order of rows, and must be put "
             "back.": _shuffled(case, rank, *[each.detach() for each in (x, router, ups, downs, dy, past)]),
+            "an expert that nobody chose has a gradient, too: zeros. Whoever adds it to others', or updates the expert "
+            "by it, needs a tensor.": {"dups": None, "ddowns": None},
             "drouter is asked for of my tokens alone. Whoever updates the router adds up those of all ranks, once.": {
                 "drouter": drouter
             },
@@ -113,26 +105,23 @@ def _shuffled(case: Case, rank: int, *tensors: Tensor) -> dict[str, Tensor]:
 
 
 def judge_back(case: Case, rank: int, notes: Notes):
-    share, most = 1 - 1 / case.ranks, max(arrived(case)) * 8 * case.width
     why = {
         "all_reduce": "experts' gradients are whole, because all of their tokens came to them.",
         "all_gather": "a row's gradient is needed by one rank.",
         "all_to_all": "two exchanges mirror those of the forward, and what the gates' gradients need is at home.",
     }
     # The forward, which the check runs as well, and its mirror
-    yield from sends_at_most(notes, 2 * share * (bytes_of_rows(case) + most) + 8 * case.experts, why)
+    yield from sends_at_most(notes, 2 * bytes_of_a_trip(case) + 8 * case.experts, why)
 
 
 LABS = [
     WriteLab(
         **page(__file__, "write-07-b"),
-        source="step07_expert_parallel/sketch.py",
+        **LAB,
         bodies=(2,),
         hidden={"forward": "write-07-a"},
-        cases=CASES,
         run=go_back,
         expect=expect_back,
         judge=judge_back,
-        errors=errors_of_route,
     ),
 ]
