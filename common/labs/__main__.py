@@ -14,10 +14,14 @@ python -m common.labs board [FOLDER]     the room's score board of the design la
 python -m common.labs slides [STEP]      the lessons' figures as slides, in runs/slides
 """
 
+import common.labs.ctrl_c  # noqa: F401 (first: it puts off Ctrl-C until all is loaded)
+
+# isort: split
 import argparse
 import difflib
 import itertools
 import json
+import os
 import shutil
 import sys
 import time
@@ -28,11 +32,13 @@ from common.errors import UsageError
 from common.labs import find
 from common.labs.answers import kept
 from common.labs.board import draw_board, publish
+from common.labs.ctrl_c import loaded
 from common.labs.lab import Lab, Verdict
 from common.labs.slides import write_slides
 from common.labs.state import HOME, Progress, State, checked_number
 from common.labs.submit import submit
 from common.labs.watch import watch as watch_folder
+from common.labs.whole_files import replace
 from common.launching.command_line import OneLineParser, one_line_errors
 
 COMMAND = "python -m common.labs"
@@ -55,14 +61,18 @@ def main(argv: list[str] | None = None) -> int:
         if argv[:1] == ["grade"]:  # it has flags of its own
             from common.labs.grade import main as grade_class
 
+            loaded()
             return grade_class(argv[1:])
         options = parser.parse_args(argv)
-        return carry_out(options, State.load(options.home))
+        state = State.load(options.home)
+        if options.command not in ("slides", "board"):
+            find.all_labs()  # which loads PyTorch
+        loaded()
+        return carry_out(options, state)
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise
-        where = f"{error.filename}: " if error.filename else ""
-        raise UsageError(f"{where}{error.strerror or error}") from None
+        raise UsageError(f"{error.filename or 'a file of the labs'}: {error.strerror or error}") from None
     except KeyboardInterrupt:
         print("\nended by Ctrl-C", file=sys.stderr)
         return 130
@@ -131,7 +141,7 @@ def start(state: State, lab: Lab) -> None:
         state.progress(lab)
 
     if not folder.exists():  # a lab whose folder was deleted keeps its variant
-        make(state, lab, state.labs.get(lab.id, Progress(student=state.student)).student)
+        put(made(state, lab, state.labs.get(lab.id, Progress(student=state.student)).student), folder)
     state.update(started)
     if (number := state.labs[lab.id].student) != state.student:
         change = f"`{COMMAND} reset {lab.id}` makes the files of number {state.student}"
@@ -139,14 +149,30 @@ def start(state: State, lab: Lab) -> None:
     print(f"# {lab.id}: {lab.title}\n\n{lab.task}\n\nYour files are in {shown(folder)}. Then: {COMMAND} check")
 
 
-def make(state: State, lab: Lab, student: int) -> None:
-    """Make a lab's folder for this student's number, all of it or nothing."""
-    folder, part = state.folder(lab), state.home / f"{lab.id}.part"
+def made(state: State, lab: Lab, student: int, kept: Path | None = None) -> Path:
+    """Make a lab's folder for this student's number, with the file `kept`, all of it or nothing, beside its place."""
+    part = state.home / f"{lab.id}.{os.getpid()}.part"
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    lab.start(part, student)
-    (part / "TASK.md").write_text(f"# {lab.id}: {lab.title}\n\n{lab.task}\n", encoding="utf-8")
-    part.rename(folder)
+    try:
+        part.mkdir(parents=True)
+        lab.start(part, student)
+        (part / "TASK.md").write_text(f"# {lab.id}: {lab.title}\n\n{lab.task}\n", encoding="utf-8")
+        if kept:
+            shutil.copy(kept, part)
+    except BaseException:  # Ctrl-C, too
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return part
+
+
+def put(part: Path, folder: Path) -> None:
+    """Move a lab's folder to its place, unless another command was faster."""
+    try:
+        part.rename(folder)
+    except OSError:
+        shutil.rmtree(part, ignore_errors=True)
+        if not folder.is_dir():
+            raise
 
 
 def check(state: State, lab: Lab) -> int:
@@ -179,8 +205,13 @@ def grade(state: State, lab: Lab) -> Verdict:
 def watch(state: State, lab: Lab) -> None:
     """Check on every save until Ctrl-C."""
     folder = state.folder(lab)
+
+    def look() -> None:
+        state.look_again(lab)
+        grade(state, lab)
+
     try:
-        watch_folder(shown(folder), lambda: grade(state, lab), lambda: hint(state, lab))
+        watch_folder(shown(folder), look, lambda: hint(state, lab))
     except KeyboardInterrupt:
         print()
 
@@ -199,17 +230,23 @@ def hint(state: State, lab: Lab) -> None:
 
 
 def reset(state: State, lab: Lab) -> None:
-    folder, predicted = state.folder(lab), None
+    folder, student = state.folder(lab), state.student
+    predicted = folder / "stored.jsonl"  # the first prediction for this variant remains the one that counts
+    same = predicted.is_file() and state.progress(lab).student == student
+    part = made(state, lab, student, predicted if same else None)
     if folder.exists():
         names = (f"{lab.id}.old{number or ''}" for number in itertools.count())
         old = next(path for name in names if not (path := state.home / name).exists())
         folder.rename(old)
         print(f"What you had is in {shown(old)}.")
-        predicted = old / "stored.jsonl"
-    make(state, lab, state.student)
-    if predicted and predicted.exists() and state.progress(lab).student == state.student:
-        shutil.copy(predicted, folder)  # the first prediction for this variant remains the one that counts
-    state.update(lambda fresh: setattr(fresh.progress(lab), "student", state.student))
+    put(part, folder)
+
+    def anew(fresh: State) -> None:
+        progress = fresh.progress(lab)
+        progress.first = progress.first if progress.student == student else {}
+        progress.student = student
+
+    state.update(anew)
     print(f"{shown(folder)} is as it was at the start.")
 
 
@@ -233,10 +270,14 @@ def report(state: State) -> int:
     for row in rows:
         note = "  given up" if row["gave_up"] else ""
         print(f"{row['id']:13} {row['score']:6.0%} {row['checks']:7} {row['hints']:6}{note}")
-    path = state.home / "report.json"
-    print(f"student {state.student}: {sum(row['score'] for row in rows):.2f} of {len(rows)}; written to {shown(path)}")
-    state.home.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"student": state.student, "labs": rows}, indent=2) + "\n", encoding="utf-8")
+    path, text = state.home / "report.json", json.dumps({"student": state.student, "labs": rows}, indent=2) + "\n"
+    try:
+        state.home.mkdir(parents=True, exist_ok=True)
+        replace(path, lambda part: part.write_text(text, encoding="utf-8"))
+        where = f"written to {shown(path)}"
+    except OSError as error:
+        where = f"not written to {shown(path)}: {error.strerror}"
+    print(f"student {state.student}: {sum(row['score'] for row in rows):.2f} of {len(rows)}; {where}")
     return 0
 
 

@@ -92,8 +92,9 @@ def _value(node: ast.AST) -> float:
 def keep(path: Path, row: dict) -> str | None:
     """Add a line to a file of rows. Returns why that cannot be done, on a full disk or in a read-only folder."""
     try:
+        half = path.is_file() and not path.read_bytes().endswith(b"\n")  # a line for which there was no room
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write("\n" * half + json.dumps(row) + "\n")
     except OSError as error:
         return f"{path.name} cannot be written: {error.strerror}"
     return None

@@ -17,6 +17,7 @@ from common.labs.answers import kept
 from common.labs.design import Design, is_score
 from common.labs.state import State
 from common.labs.submit import printable
+from common.labs.whole_files import replace
 
 ROWS = 10  # of a board
 
@@ -32,8 +33,7 @@ def publish(state: State) -> None:
     path = Path(state.board) / f"scores-{state.student}{'-' * bool(state.name)}{_in_a_path(state.name)}.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".part").write_text(text, encoding="utf-8")
-        path.with_suffix(".part").replace(path)
+        replace(path, lambda part: part.write_text(text, encoding="utf-8"))
     except OSError as error:
         print(f"warning: not on the room's score board: {state.board}: {error.strerror}", file=sys.stderr)
 

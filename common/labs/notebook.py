@@ -27,6 +27,7 @@ from common.labs.answers import filled, without_comments
 from common.labs.cut import MARKED
 from common.labs.find import ROOT
 from common.labs.state import HOME
+from common.labs.whole_files import replace
 
 SHOWN = (".py", ".toml", ".csv", ".txt")  # files of a lab that `start` shows; of .py, those that have a gap
 MARK = re.compile(r"^ *# --- (?:write this yourself|until here) ---\n?", re.MULTILINE)
@@ -191,13 +192,10 @@ def _text(file: Path) -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    """Replace a file in one piece: on a full disk, it stays as it was."""
-    part = file.with_name(f"{file.name}.new")
+    """Replace a file. Raises UsageError if that cannot be done, and leaves it as it was."""
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
+        replace(file, lambda part: part.write_text(text, encoding="utf-8"))
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UsageError(f"{file} cannot be written: {error.strerror}") from None
 
 

@@ -1,5 +1,6 @@
 """What ranks returned, sent and held in a case that went wrong: as lines, and as a picture in the student's folder."""
 
+import contextlib
 import textwrap
 from itertools import groupby
 from pathlib import Path
@@ -78,6 +79,8 @@ def draw(graded: Graded, notes: list[Notes], path: Path) -> bool:
     try:
         figure.savefig(path)
     except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)  # a part of it
         return False
     return True
 

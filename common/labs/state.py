@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from common.errors import UsageError
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
+from common.labs.whole_files import replace
 
 HOME = ROOT / "runs" / "labs"
 MOST = 10**9  # a student's number is below: checks multiply it, and PyTorch's seeds have 64 bits
@@ -101,6 +102,15 @@ class State:
             self.update(change)
         except OSError as error:
             print(f"warning: this is not recorded: {self.home}: {error.strerror or error}", file=sys.stderr)
+        except UsageError as error:  # the file was damaged meanwhile
+            change(self)
+            print(f"warning: this is not recorded: {error}", file=sys.stderr)
+
+    def look_again(self, lab: Lab) -> None:
+        """Take over what the file says by now, if this lab is still in it: another command may have `reset` it."""
+        fresh = State.load(self.home)
+        if lab.id in fresh.labs:
+            vars(self).update(vars(fresh))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -118,11 +128,11 @@ class State:
             lock.release()
 
     def _save(self) -> None:
-        """Write the file, in one piece."""
+        """Write the file."""
         texts = {"student": self.student, "current": self.current, "name": self.name, "board": self.board}
         texts |= {"labs": {id: asdict(progress) for id, progress in self.labs.items()}}
-        (self.home / "state.json.new").write_text(json.dumps(texts, indent=2) + "\n", encoding="utf-8")
-        (self.home / "state.json.new").replace(self.home / "state.json")
+        text = json.dumps(texts, indent=2) + "\n"
+        replace(self.home / "state.json", lambda part: part.write_text(text, encoding="utf-8"))
 
     def progress(self, lab: Lab) -> Progress:
         """In this lab, which counts as started from now on."""

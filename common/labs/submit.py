@@ -21,6 +21,7 @@ from common.labs import find
 from common.labs.find import ROOT
 from common.labs.lab import Lab
 from common.labs.state import MOST, State
+from common.labs.whole_files import replace
 
 KINDS = (".py", ".toml", ".csv")  # of files that a student writes
 LARGEST = 1 << 20  # bytes of a file
@@ -52,25 +53,27 @@ def submit(state: State, only: str | None = None) -> Path:
         raise UsageError(f"{only or 'no lab'} has {'not ' if only else ''}been started: there is nothing to submit")
     about = {"format": 1, "student": state.student, "name": state.name, "commit": commit()}
     about |= {"made": datetime.now(timezone.utc).isoformat(timespec="seconds"), "labs": {}}
-    path = state.home / f"submission-{state.student}.zip"
-    part = path.with_suffix(".part")
-    with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
-        for lab in labs:
-            progress, folder = state.labs[lab.id], state.folder(lab)
-            files = changed_files(lab, folder, progress.student)
-            kept = {
-                name: getattr(progress, name) for name in ("student", "hints", "checks", "score", "gave_up", "first")
-            }
-            about["labs"][lab.id] = kept | {"files": sorted(files)}
-            for name, content in sorted(files.items()):
-                archive.writestr(f"{lab.id}/{name}", content)
-        archive.writestr("submission.json", json.dumps(about, indent=2) + "\n")
-    part.replace(path)
+    path, contents = state.home / f"submission-{state.student}.zip", {}
+    for lab in labs:
+        progress, folder = state.labs[lab.id], state.folder(lab)
+        files = changed_files(lab, folder, progress.student)
+        about["labs"][lab.id] = {name: getattr(progress, name) for name in KNOWN} | {"files": sorted(files)}
+        contents |= {f"{lab.id}/{name}": content for name, content in sorted(files.items())}
+    contents["submission.json"] = (json.dumps(about, indent=2) + "\n").encode()
+    if len(contents) > FILES or sum(map(len, contents.values())) > WHOLE:
+        raise UsageError(f"these are {len(contents):,} files; nobody reads more than {FILES:,}, or {WHOLE:,} bytes")
+    replace(path, lambda part: _pack(part, contents))
     return path
 
 
+def _pack(path: Path, contents: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+
+
 def changed_files(lab: Lab, folder: Path, student: int) -> dict[str, bytes]:
-    """By path: the files that a student has written or changed. Raises UsageError for one that is too large."""
+    """By path: files that a student has written or changed. Raises UsageError for one that `grade` would not read."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="submit-") as made:
         lab.start(Path(made), student)
@@ -82,6 +85,8 @@ def changed_files(lab: Lab, folder: Path, student: int) -> dict[str, bytes]:
                 raise UsageError(f"{path} has more than {LARGEST:,} bytes; what a lab asks for is much smaller")
             content, first = path.read_bytes(), Path(made) / name
             if not first.is_file() or first.read_bytes() != content:
+                if not wanted(f"{lab.id}/{name.as_posix()}"):
+                    raise UsageError(f"{str(path)!a}: nobody reads a file of such a name; rename or remove it")
                 found[name.as_posix()] = content
     return found
 

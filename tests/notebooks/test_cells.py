@@ -79,7 +79,7 @@ def test_a_table_is_replaced_and_its_limits_stay(cells):
     limits = [line for line in path.read_text().splitlines() if line.startswith("#")]
     for _ in range(2):
         cells(fill, "schedule-05-a schedule.csv", "F0,B0\nF0,B0\n")
-        assert len(limits) == 4 and path.read_text().splitlines() == [*limits, "F0,B0", "F0,B0"]
+        assert len(limits) >= 4 and path.read_text().splitlines() == [*limits, "F0,B0", "F0,B0"]
 
 
 def test_a_file_of_a_hunt_is_replaced(cells):
@@ -160,7 +160,7 @@ def test_a_full_disk_leaves_the_answers(cells, monkeypatch):
     printed = cells(fill, "predict-03-a answer.toml", "stage_1 = 3")
     assert printed.startswith("error: ") and "No space left" in printed and printed.count("\n") == 1
     monkeypatch.undo()
-    assert path.read_text() == before and not list(path.parent.glob("*.new"))
+    assert path.read_text() == before and not list(path.parent.glob("*.part"))
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
