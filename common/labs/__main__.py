@@ -14,7 +14,8 @@ python -m common.labs board [FOLDER]     the room's score board of the design la
 python -m common.labs slides [STEP]      the lessons' figures as slides, in runs/slides
 """
 
-import common.labs.ctrl_c  # noqa: F401 (first: it puts off Ctrl-C until all is loaded)
+import common.entry  # noqa: F401
+import common.labs.ctrl_c  # noqa: F401 (before what takes long: it puts off Ctrl-C until all is loaded)
 
 # isort: split
 import argparse
@@ -27,7 +28,6 @@ import sys
 import time
 from pathlib import Path
 
-import common.entry  # noqa: F401
 from common.errors import UsageError
 from common.labs import find
 from common.labs.answers import kept

@@ -1,7 +1,7 @@
 """Ctrl-C while the labs' command loads its modules, which takes seconds: it is put off until they are there.
 
-`__main__` imports this first. Otherwise Python would print a page about where it was in somebody's import, and PyTorch,
-in the middle of its own, might end the process with an error in C++.
+`__main__` imports this before all that takes long. Otherwise Python would print a page about where it was in somebody's
+import, and PyTorch, in the middle of its own, might end the process with an error in C++.
 """
 
 import signal
