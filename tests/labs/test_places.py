@@ -27,7 +27,7 @@ def test_a_repair_without_a_sentence(tmp_path, monkeypatch):
     found = lab.check(tmp_path, 0)
     assert found.score == 0.5 and "corrects in common/model.py what goes wrong before" in found.feedback[0]
     (tmp_path / "answer.toml").write_text(f'file = "{file}"\nlin = {line}\n')
-    assert "(`lin` is none of file, line and why.)" in lab.check(tmp_path, 0).feedback[0]
+    assert "`lin` is none of file, line and why." in lab.check(tmp_path, 0).feedback[0]
 
 
 def test_a_missing_line_may_be_added_in_another_place(tmp_path, monkeypatch):
