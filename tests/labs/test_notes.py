@@ -3,6 +3,7 @@
 import importlib.util
 import time
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -204,13 +205,18 @@ def test_what_a_student_is_given_is_not_theirs(tmp_path):
     path.write_text("def run(x):\n    return x.add_(1)\n")
     spec = importlib.util.spec_from_file_location("student", path)
     spec.loader.exec_module(student := importlib.util.module_from_spec(spec))
-    with Watching(str(path)) as notes:
-        x = torch.ones(1000)
-        student.run(x)
-        assert notes.peak == 0
-        lend([x])
-        student.run(x)
-    assert notes.peak == 4000
+
+    def peaks() -> tuple[int, int]:
+        with Watching(str(path)) as notes:
+            x = torch.ones(1000)
+            student.run(x)
+            before = notes.peak
+            lend([x])
+            student.run(x)
+        return before, notes.peak
+
+    with ThreadPoolExecutor(1) as thread:  # what runs tests side by side is code made from text, and calls us otherwise
+        assert thread.submit(peaks).result() == (0, 4000)
 
 
 def test_patience_is_time_of_the_processor():
