@@ -76,9 +76,7 @@ class Bug:
     ask: str  # a question that leads from the file to the line
     why: str  # what goes wrong, and why no one noticed
     source: str  # who shipped it, with the address, or NOBODY
-    beside: tuple[
-        Edit, ...
-    ] = ()  # what else is changed, such as docstrings, so that nothing gives it away: not the place
+    beside: tuple[Edit, ...] = ()  # what else is changed, such as docstrings, so that nothing gives the place away
     anywhere: bool = False  # what is missing can be added in several places, and all of them are right
 
     @property

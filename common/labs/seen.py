@@ -172,9 +172,8 @@ class Watching(TorchDispatchMode):
         return line_of(self.file, frame, self.helpers)
 
     def _call(self, op: str, args: tuple, line: int) -> SeenCall:
-        scripted = [
-            each for each in args if isinstance(each, torch.ScriptObject)
-        ]  # the group, then perhaps a reduction
+        # the group, then perhaps a reduction
+        scripted = [each for each in args if isinstance(each, torch.ScriptObject)]
         if scripted:
             group = ProcessGroup.unbox(scripted[0])
         else:
