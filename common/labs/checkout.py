@@ -63,6 +63,7 @@ class Checked:
     score: float = 0.0
     feedback: list[str] = field(default_factory=list)
     fault: str = ""  # why its check did not come to an end
+    unsure: bool = False  # that was this machine, so the score is no grade yet
     seconds: float = 0.0
     network: str = ""
     changed: list[str] = field(default_factory=list)  # files of the checkout that differ after it

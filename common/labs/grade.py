@@ -104,7 +104,8 @@ def _check_rows(waiting: queue.Queue, labs: list[str], limits: Limits, pristine:
                 _check_row(row, labs, limits, pristine)
                 if kept.changed():
                     row.notes.append("what `grade` had found of others was CHANGED while it ran, and is restored")
-                kept.put(row, labs, row.notes[len(before) :])
+                if not any(result.unsure for result in row.results.values()):  # or else `--resume` asks again
+                    kept.put(row, labs, row.notes[len(before) :])
             except Stopped:
                 row.notes, row.results = [*before, STOPPED], {}
         total = "not checked" if STOPPED in row.notes else f"{row.total:5.2f}"
@@ -141,6 +142,8 @@ def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Checkout) ->
             result.score = 0.0
         if result.fault:
             row.notes.append(f"{result.id}: {result.fault}")
+        if result.unsure:
+            row.notes.append(f"{result.id}: this machine was too busy to tell; `--resume` checks it once more")
         row.notes += [f"{result.id}: REFUSED: {line}" for line in result.feedback[:1] if is_refusal(line)]
         row.results[result.id] = result
     for result in row.results.values():

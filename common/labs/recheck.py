@@ -125,7 +125,8 @@ def _be_check(job: dict, lab: dict, writing: int) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(base64.b64decode(content))
         verdict = found.check(folder, lab["student"])
-        result |= {"score": verdict.score, "feedback": to_keep(verdict.feedback, scratch)}
+        feedback = to_keep(verdict.feedback, scratch)
+        result |= {"score": verdict.score, "feedback": feedback, "unsure": verdict.unsure}
     except UsageError as error:
         result["feedback"] = [str(error)]
     except BaseException as error:

@@ -116,7 +116,8 @@ class WriteLab(Writing):
         if right == len(cases):
             feedback = ["The numbers are right, but not the way to them.", *feedback]
         certain = (*feedback, *list(faults.values())[:3])
-        return Verdict(score, certain if not outcome.failure or outcome.failure in certain else (*certain, *failed))
+        told = certain if not outcome.failure or outcome.failure in certain else (*certain, *failed)
+        return Verdict(score, told, outcome.too_busy)
 
 
 def page(module: str, id: str) -> dict:

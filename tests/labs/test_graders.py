@@ -122,6 +122,7 @@ def test_what_ends_before_the_last_case():
     assert verdict.feedback == ("rank 1 raised: no such tensor", "What this usually is: not of width 4.")
     verdict = lab.grade(CASES, Outcome([], "rank 0 raised: no such tensor"))
     assert verdict.score == 0 and verdict.feedback[1] == "What this usually is: not of width 2."
+    assert not verdict.unsure and lab.grade(CASES, Outcome([], "this machine is too busy", too_busy=True)).unsure
 
 
 def chosen(case: Case) -> list[int]:

@@ -39,6 +39,27 @@ def test_the_result_of_one_student(tmp_path, monkeypatch):
     assert result(tmp_path / "unpacked") == (1, "", 2), "the lab that is missing counts as well"
 
 
+def test_what_a_busy_machine_cut_off_is_checked_again(tmp_path, monkeypatch, capsys):
+    """It is no grade: the row says so, and `--resume` does not take it."""
+    found = Checked(TABLE.id, feedback=["too busy to tell"], unsure=True)
+    monkeypatch.setattr(grade, "check_in_copy", lambda *_: ([found], []))
+    monkeypatch.setattr(checkout.OURS, "begin", lambda: None)
+    (tmp_path / "class").mkdir()
+    monkeypatch.setattr(grade, "clean_checkout", lambda: checkout.packed(tmp_path / "class"))
+    home = student(tmp_path, 7, TABLE.id)
+    (home / TABLE.id / "schedule.csv").write_text("F0,B0\n")
+    assert command.main(["submit", "--home", str(home)]) == 0
+    (home / "submission-7.zip").rename(tmp_path / "class" / "submission-7.zip")
+    words = ["grade", str(tmp_path / "class"), "--out", str(tmp_path / "out")]
+    assert command.main(words) == 0
+    assert "too busy to tell; `--resume` checks it once more" in (tmp_path / "out" / "grades.csv").read_text()
+    found = Checked(TABLE.id, 1.0)
+    for _ in range(2):
+        assert command.main([*words, "--resume"]) == 0
+        assert " 1.00  submission-7.zip" in capsys.readouterr().out
+        found = Checked(TABLE.id, 0.5)  # by now, it is known
+
+
 def test_a_damaged_file_is_its_student_s(tmp_path):
     (tmp_path / "submission-8.zip").write_bytes(b"PK\x03\x04 cut off")
     (tmp_path / "submission-9.zip").write_bytes(b"PK\x03\x04 cut off")
