@@ -2,6 +2,7 @@
 
 import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -211,12 +212,23 @@ def test_new_pictures_are_shown_and_old_ones_are_not(tmp_path, monkeypatch):
     assert sorted(path.name for path in shown) == ["board.png", "check.png"]
 
 
+STANDS_IN = f"""#!{sys.executable}
+import os, signal, time
+
+def end(*_):
+    print("\\nended by Ctrl-C", flush=True)
+    os._exit(130)
+
+signal.signal(signal.SIGINT, end)  # a shell cannot: what runs in the background may have been told to ignore it
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
 def test_an_interrupted_cell_ends_its_command(tmp_path, monkeypatch, capsys):
     """As Ctrl-C does in a terminal: the command says so in a line, and nothing goes on."""
     script, usual, calls = tmp_path / "python", notebook._print_lines, []
-    script.write_text(
-        "#!/bin/sh\ntrap 'echo; echo ended by Ctrl-C; exit 130' INT\necho ready\nwhile :; do sleep 0.05; done\n"
-    )
+    script.write_text(STANDS_IN)
     script.chmod(0o755)
 
     def print_lines(process):
