@@ -42,7 +42,7 @@ ANSWER = """\
 # Where is the bug? Lines are those of the file as you got it; its path begins in this folder.
 file = ""  # such as "common/model.py"
 line = 0
-why = ""  # what the code does wrong, in one sentence of at least four words
+why = ""  # what the code does wrong, in one sentence of at least four words; in a course, your teacher reads it
 """
 
 
@@ -117,12 +117,14 @@ class Hunt(Lab):
         bug = self.bug(student)
         place, said, looked = self._grade_place(folder, bug)
         worth, told, changed = place, said, self._changed(folder, bug)
-        named = self._wrong_places(folder, place) if looked else 0
-        if named > GUESSES:
+        named = self._wrong_places(folder, place) if looked else []
+        if len(named) > GUESSES:
             worth, told = 0.0, f"place: you have named {GUESSES} wrong ones. Now it is judged with a repair that works."
             told += f" Measure: {FIRST[0].lower()}{FIRST[1:]}"
         elif looked and place < 0.5:
-            told = f"{said} (Wrong place {named} of {GUESSES}.)"
+            here = [row for row in named if row["file"] == named[-1]["file"]]
+            ask = f" {bug.ask}" if place and here[1:] else ""  # the second time, so that `line = 1` is no way to ask
+            told = f"{said}{ask} (Wrong place {len(named)} of {GUESSES}.)"
         if not changed:
             return Verdict(worth, (told, "fix: all files are as you got them; repair the one with the bug."))
         wrong = self._wrong_after_fix(folder, bug)
@@ -154,14 +156,14 @@ class Hunt(Lab):
             return place, f"place: your repair works, and is not in {file}. Which line of which file does it change?"
         return place, f"place: your repair works, but it corrects in {file} what goes wrong before. {FIRST}"
 
-    def _wrong_places(self, folder: Path, place: float) -> int:
-        """How many different wrong places the student has named by now, with this one, which is worth `place`."""
+    def _wrong_places(self, folder: Path, place: float) -> list[dict]:
+        """The different places that the student has named by now, wrong ones and this one, which is worth `place`."""
         answers = read_answers(folder)
         row = {"file": self._as_seen_here(answers["file"]), "line": int(answers["line"])}
         before = [each for each in kept(folder / NAMED) if each != row]
         if place < 0.5 and row not in kept(folder / NAMED):
             keep(folder / NAMED, row)
-        return len(before) + 1
+        return [*before, row]
 
     def _repaired(self, folder: Path, bug: Bug, file: Path) -> list[tuple[int, int]]:
         """First and last line of each of the student's changes, in the file as they got it."""
@@ -201,7 +203,7 @@ class Hunt(Lab):
             parts = _parts(bug.texts[file])
             here, there = parts(int(line)), {parts(each) for low, high in ranges[file] for each in (low, high)}
             near = f"and so is {here}, but not line {line}" if here in there else f"but line {line} is in another part"
-            return 0.25, f"place: {file} is right, {near}. {bug.ask}", True
+            return 0.25, f"place: {file} is right, {near}.", True
         return 0.5, f"place: right, {file} near line {line}.", True
 
     def places(self, bug: Bug) -> dict[str, list[tuple[int, int]]]:

@@ -75,6 +75,9 @@ def experiment(student: int) -> Experiment:
                 "reduces gradients once per step: then whole ones would have to be kept": (
                     part * (batches * (2 * size - ends) + size)
                 ),
+                "gathers embedding and head once per step: it is once per micro-batch, as nobody keeps them longer": (
+                    part * (batches * (3 * size - 2 * ends) + ends)
+                ),
                 "forgets the gradients": part * batches * (2 * size - ends),
                 "gathers everything again for the backward, and counts one micro-batch": part * 3 * size,
                 "counts one micro-batch": three / batches,

@@ -55,8 +55,9 @@ beside the best one that we know. A table that cannot run is told who waits for 
         hints=(
             "Start from 1F1B with each B written as I, W. Where does a rank wait, and which W could it do then?",
             "An I on the way to the first rank should never stand behind a W: move each W behind what others wait for.",
-            "Put off each W as long as memory lets you: do one when the next F would not fit in, and, after the last "
-            "F, one behind each I, where the first rank would wait anyway. The Ws that are left come last.",
+            "Put off each W as long as memory lets you: on every rank, do one when the next F would not fit in, and, "
+            "after the last F, one behind each I, where the first rank would wait anyway. The Ws that are left come "
+            "last.",
         ),
         cases=(
             Case(3, 6, Costs(), 3),

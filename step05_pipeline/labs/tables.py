@@ -57,17 +57,21 @@ class Tables(Lab):
             found.append((schedule, simulate(schedule, case.costs)))
         return min(found, key=lambda each: each[1].makespan)
 
+    @property
+    def cells(self) -> str:
+        """What may be written."""
+        return "F0, B0, or in place of a B its halves I0 and W0" if self.split else "F0 and B0"
+
     def start(self, folder: Path, student: int) -> None:
         case = self.case(student)
         _, timeline = self.best(case)
         costs = ", ".join(f"{kind} {case.costs.of(kind):g}" for kind in ("FBIW" if self.split else "FB"))
-        cells = "F0, B0, or in place of a B its halves I0 and W0" if self.split else "F0 and B0"
         lines = [
             f"# {case.pp} ranks, {case.micro_batches} micro-batches. Costs: {costs}; messages take no time.",
             f"# Time: at most {timeline.makespan:g}.",
             f"# Memory: at most {case.unfinished} unfinished micro-batches on a rank.",
         ]
-        how = f"A line for each rank, in order. Cells are {cells}, in the order in which the rank does "
+        how = f"A line for each rank, in order. Cells are {self.cells}, in the order in which the rank does "
         how += "them, with commas between. You write no pauses: a rank waits by itself until what it needs has arrived."
         lines += [f"# {line}" for line in wrapped(how).splitlines()]
         rows = [f"{STARTED[0]},"] * case.pp
@@ -90,6 +94,8 @@ class Tables(Lab):
         except UsageError as error:
             deadlock = "deadlock" in str(error)
             what = str(error).removeprefix(f"schedule {path.stem}: ").replace(str(path), path.name)
+            if "is no action" in what:  # other tables may hold more
+                what = f"{what.partition(';')[0]}; cells are such as {self.cells}"
             with contextlib.suppress(OSError):
                 (folder / PICTURE).unlink(missing_ok=True)  # of another table
             return Verdict(0.0, (*explain(schedule),) if deadlock else (f"It cannot run: {what}",))

@@ -121,8 +121,9 @@ and keeps a score board.
             "tokens?",
             "What does the line of seconds say is largest beside the computation? Which dimension sends less, or to "
             "nearer GPUs?",
-            "Take as few dimensions as fit: ZeRO over all GPUs first, recomputation if activations are what does not "
-            "fit, tensor parallelism within a node, a pipeline across nodes.",
+            "Recomputation and ZeRO-3 buy memory with seconds. Compare them with what saves memory in another way: "
+            "tensor and context parallelism within a node, a short pipeline across nodes for the larger model, and "
+            "ZeRO-1 over the rest.",
         ),
         given=given,
         fields={"dp": "1", "tp": "8", "pp": "8", "cp": "1", "zero": "0", "recompute": "full", "micro_batch": "1"},

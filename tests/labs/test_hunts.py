@@ -127,7 +127,7 @@ def test_what_is_told(lab, student, tmp_path, monkeypatch):
     assert lab.check(tmp_path, student).score == 0
     file, line = place(lab, bug)
     for score, message, given in (
-        (0.25, f"is right, but line 1 is in another part. {bug.ask}", (file, 1)),
+        (0.25, "is right, but line 1 is in another part. (Wrong place", (file, 1)),
         (0, "the bug is not in common/model.py", ("common/model.py", line)),
         (0, "names no file and line", ("", line)),
         (0, "in at least 4 words, it has 1.", (file, line, "wrong")),

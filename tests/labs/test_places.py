@@ -53,7 +53,7 @@ def test_a_missing_line_may_be_added_in_another_place(tmp_path, monkeypatch):
 
 
 def test_a_place_is_judged_by_how_near_it_is(tmp_path):
-    """A wrong line of the right function is told apart from one of another, and both lead on."""
+    """A wrong line of the right function is told apart from one of another; the question comes with the second."""
     (lab,), (file, line) = hunt_shards.LABS, place(hunt_shards.LABS[0], hunt_shards.LABS[0].bug(0))
     lab.start(tmp_path, 0)
     lines = read(tmp_path / file).splitlines()
@@ -63,7 +63,7 @@ def test_a_place_is_judged_by_how_near_it_is(tmp_path):
         answer(tmp_path, file, where)
         told[where] = lab.check(tmp_path, 0)
     assert [found.score for found in told.values()] == [0.25, 0.25, 0.5, 0.5]
-    assert f"{file} is right, and so is `complete`, but not line {head}. {lab.bug(0).ask}" in told[head].feedback[0]
+    assert f"{file} is right, and so is `complete`, but not line {head}. (Wrong place 1" in told[head].feedback[0]
     assert f"but line {head - 5} is in another part. {lab.bug(0).ask}" in told[head - 5].feedback[0]
 
 
