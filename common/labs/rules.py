@@ -13,9 +13,12 @@ def sends_at_most(notes: Notes, most: float, why: dict[str, str]) -> Iterator[st
     if notes.sent > SLACK * most + 64:
         text = f"it sends {notes.sent:,.0f} bytes, and {most:,.0f} are enough."
         op = max(why, key=lambda op: round(sum(call.sent for call in notes.of(op))))
-        if notes.of(op):
-            largest = max(notes.of(op), key=lambda call: call.bytes)
-            text += f" Look at the {op} of {largest.bytes:,} bytes in line {largest.line}: {why[op]}"
+        if calls := notes.of(op):
+            largest, lines = max(calls, key=lambda call: call.bytes), sorted({call.line for call in calls})
+            where = f"the {op} of {largest.bytes:,} bytes in line {largest.line}"
+            if lines[1:]:  # any of them may be the one too many
+                where = f"each {op}, in lines {', '.join(map(str, lines[:-1]))} and {lines[-1]}"
+            text += f" Look at {where}: {why[op]}"
         yield text
 
 

@@ -97,7 +97,10 @@ def judge_division(case: Case, rank: int, notes: Notes):
         return
     if case.ranks > 1 and len(sums := notes.of("all_reduce")) > 1:
         yield f"{len(sums)} all-reduces are sent, and one is enough, for dscale. The second is in line {sums[1].line}."
-    why = {"all_gather": "tokens are gathered before a product; what is between the two products stays where it is."}
+    why = {
+        "all_gather": "tokens are gathered before a product; what is between the two products stays where it is.",
+        "all_reduce": "only dscale is a part of a sum.",
+    }
     yield from sends_at_most(notes, (5 * tokens + 2 * scale) * (1 - 1 / case.ranks), why)
 
 
