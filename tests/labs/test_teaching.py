@@ -68,27 +68,6 @@ def test_what_it_promises_of_labs():
     assert "compare --zero 1" in labs["hunt-03-a"].bug(0).why
 
 
-def test_the_minutes_of_an_agenda_add_up():
-    """A lesson's slot has three times the minutes in which what it shows is read, and at least five more.
-
-    What it shows ends with the last slide of a section that all lessons have; an agenda says so of each.
-    """
-    text = PAGE.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d) [\w ]+ \| (\d+)(?: min)? \| (\d+)(?: min)? \|", text, re.MULTILINE)
-    read = {step: int(idea) + int(one_step) for step, idea, one_step in rows}
-    half_day = text.split("## Half a day")[1].split("\n## ")[0]
-    slots = re.findall(r'^\| (\d+) \| Lesson (\d).*?slides \d, to "One step, in order"', half_day, re.MULTILINE)
-    assert len(read) == 8 and [step for _, step in slots] == ["1", "2", "3", "5"]
-    two_days = text.split("## Two days")[1].split("\n## ")[0]
-    times = [int(each) for each in re.findall(r"^\| (\d+) \|", two_days, re.MULTILINE)]
-    blocks = re.findall(r'^\| (\d+) \| slides, each to "One step, in order" \| (.*) \|$', two_days, re.MULTILINE)
-    for begin, steps in blocks:
-        end = times[times.index(int(begin)) + 1]
-        slots += [(end - int(begin), step) for step in steps.split(" | ")]
-    assert sorted(step for _, step in slots[4:]) == list("12345678")
-    assert all(int(minutes) >= 3 * read[step] + 5 for minutes, step in slots)
-
-
 def test_its_labs_exist():
     named = set(re.findall(r"`((?:write|hunt|predict|schedule|design|gpu)-\d\d-\w)`", PAGE.read_text()))
     assert len(named) > 20 and named <= find.all_labs().keys()
