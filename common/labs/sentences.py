@@ -21,11 +21,18 @@ POINTS_BACK = re.compile(  # at what was said before; a bracket does so, too
     r"|[*]*(?:[\w'`]+ ){1,3}(?:also|too)\b|[*]*In the same way,"
     r"|.*\b(?:neither|both|as (?:many|much|long)|(?:one|two|three) more|the same (?:problem|two|three))[,.;:]"
     r"|.*\b(?:(?:one|two|three) more, which|the same (?:problem|three)|such (?!as|an?\b)|too[.:])"
+    r"|.*\b(?:(?:one|two|three|four) of them|another (?:two|three|four)|earlier|later|sooner)[,.:;]"
+    r"|.*\b(?:enclosed|followed|preceded) by (?:one|two|both) of them\b|[*]*Compare the two\b"
+    r"|[*]*The model (?:has|is)\b"
 )
 ASKS_BACK = re.compile(r"(?:.*\b(?:that|this|it|so|they|them|these|those|then|whom)\b|.{,24}\Z)", flags=re.IGNORECASE)
 SCENE = re.compile(r"[*]*(?:Think of|Imagine|Suppose|Picture|Let)\b")  # which the next sentence speaks of
+SETS_OUT = re.compile(r"[*]*(?:To test (?:it|this)\b|One \w+ remains\b)")  # for what is said at the paragraph's end
+ELSEWHERE = re.compile(r".*\b(?:one|both|all|none) of these (?:two|three|four)\b")  # named in the paragraph before
 SECOND = re.compile(r"[*]*Second(?:ly)?,")
-COUNTED = re.compile(r".*(?<!in )\b(two|three|four|five) (?:\w+ )?(?:ways|things|reasons)\b(?!.*:\Z)")  # which follow
+COUNTED = re.compile(  # which follow
+    r".*(?<!in )\b(two|three|four|five) (?:\w+ )?(?:ways|things|reasons|wishes)\b(?!.*:\Z)", flags=re.IGNORECASE
+)
 NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5}
 ANSWER = re.compile(r"(?:No|Yes|Not|Because)\b.{,20}\Z")  # to a question
 TERM = re.compile(r"(?<!^)\*\*[^*]*[^*.?!:,]\*\*")  # in bold, not as a heading: what it means is said here
@@ -33,9 +40,9 @@ THINGS = re.compile(
     r"\W*(?:(?:In|On|For|At|With|From) )?[Tt]he \**([\w-]+)(?: ([\w-]+))?"
 )  # by which a sentence begins
 WORDS = 3  # shorter ones in bold are headings
-# Letters: of one that says little alone, of one that may lead to what is shown, of what will do, of the most with what
-# follows, and with what is before
-SHORT, LEADING, ENOUGH, LONG, LONGEST = 50, 80, 100, 270, 640
+# Letters: of one that says little alone, of one that may lead to what is shown, of what leads to commands, of what will
+# do, of the most with what follows, and with what is before
+SHORT, LEADING, COMMANDS, ENOUGH, LONG, LONGEST = 50, 80, 215, 100, 270, 640
 # Of captions: where one says what to look at, and where it comes to the lower of two pictures
 LOOK = re.compile(r"(?:Look|Watch|Follow|Compare)\b")
 LOWER = re.compile(r"Below\b|(?:At|In) the (?:bottom|lower)|The lower")
@@ -69,10 +76,13 @@ class Captions(NamedTuple):
     moving: str
 
 
-def points(paragraph: str, leads: bool, opens: bool = False, is_meant: bool = False) -> list[str]:
+def points(
+    paragraph: str, leads: bool, opens: bool = False, is_meant: bool = False, leading: int = LEADING
+) -> list[str]:
     """What a slide says of a paragraph in any case.
 
-    `leads` if it leads to what the slide shows, `opens` a lesson, `is_meant` if what follows points back at its end.
+    `leads` if it leads to what the slide shows, with at least `leading` letters; `opens` if it opens a lesson,
+    `is_meant` if what follows points back at its end.
     """
     if is_item(paragraph):
         return [first_sentences(paragraph, SHORT)]
@@ -85,10 +95,12 @@ def points(paragraph: str, leads: bool, opens: bool = False, is_meant: bool = Fa
             chosen |= with_next(sentences, at) if asks else with_previous(sentences, at)
         elif TERM.search(sentence):
             chosen |= with_previous(sentences, at)
+        elif SETS_OUT.match(sentence):
+            chosen |= with_next(sentences, at)
     if opens:
         chosen |= with_next(sentences, 0)
     if leads:
-        chosen |= with_previous(sentences, len(sentences) - 1, LEADING)
+        chosen |= with_previous(sentences, len(sentences) - 1, leading)
     if is_meant:
         chosen |= with_previous(sentences, len(sentences) - 1)
     return list(joined(sentences, chosen))
@@ -109,21 +121,23 @@ def is_item(paragraph: str) -> bool:
 
 
 def begins_back(paragraph: str, said: list[str]) -> bool:
-    """Whether what a slide says of a paragraph begins with its first sentence, which points at the one before it."""
+    """Whether what a slide says of a paragraph begins with its first sentence, and points at the one before it."""
     first = split(paragraph)[0]
-    return bool(said) and not is_item(paragraph) and said[0].startswith(first) and needs(first, "")
+    begins = bool(said) and not is_item(paragraph) and said[0].startswith(first)
+    return begins and (needs(first, "") or any(map(ELSEWHERE.match, split(said[0]))))
 
 
 def needs(sentence: str, previous: str) -> bool:
     """Whether a sentence is understood only after the previous one, "" where that is of another paragraph."""
     things = THINGS.match(sentence)
     if is_question(sentence):
-        return bool(POINTS_BACK.match(sentence) or ASKS_BACK.match(sentence))
+        return bool(POINTS_BACK.match(sentence) or ASKS_BACK.match(sentence) or SCENE.match(previous))
     return bool(
         POINTS_BACK.match(sentence)
         or is_question(previous)
         or ANSWER.match(previous)
         or SCENE.match(previous)
+        or COUNTED.match(previous)
         or SECOND.match(sentence)
         or things
         and any(re.search(rf"\b[Aa]n? (?:[\w-]+ ){{0,2}}{thing}\b", previous) for thing in things.groups() if thing)
@@ -150,7 +164,9 @@ def with_next(sentences: list[str], at: int, enough: int = ENOUGH) -> set[int]:
 def counted(sentences: list[str], at: int) -> int:
     """How many of the next sentences say what a sentence promises: two ways, or a first without second."""
     if found := COUNTED.match(sentences[at]):
-        return NUMBERS[found[1]]
+        return NUMBERS[found[1].lower()]
+    if SETS_OUT.match(sentences[at]):
+        return len(sentences)
     second = next((more for more, each in enumerate(sentences[at:]) if SECOND.match(each)), 0)
     return second if re.match(r"[*]*First,", sentences[at]) else 0
 
@@ -165,7 +181,7 @@ def with_previous(sentences: list[str], at: int, enough: int = SHORT, short: int
     ):
         at -= 1
         letters += len(sentences[at])
-        if letters > LONGEST:
+        if letters > LONGEST and not COUNTED.match(sentences[at]):
             break
         chosen.add(at)
     return chosen

@@ -8,26 +8,35 @@ screen, and n opens a window with notes for who speaks: what the lesson says bet
 """
 
 import html
-import math
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from common.labs.exhibits import ROOM, exhibit, inline, lines
 from common.labs.pictures import pictures
-from common.labs.sentences import POINTS_BACK, begins_back, captions, first_sentences, is_item, points, split
-from common.labs.shown_code import in_context
+from common.labs.references import where_tables_are
+from common.labs.sentences import (
+    COMMANDS,
+    COUNTED,
+    LEADING,
+    NUMBERS,
+    POINTS_BACK,
+    begins_back,
+    captions,
+    first_sentences,
+    is_item,
+    points,
+    split,
+)
 
 LOOKS = Path(__file__).with_name("slides.html")  # style and script
 LEFT_OUT = ("Exercises", "Answers")  # sections that give the exercises away
-# Pixels of a slide of 1280 x 720, as LOOKS draws it: under the heading; of a line, of a table's row, of a heading
-ROOM, LINE, SPACE, ROW, HEADING = 606, 34, 14, 41, 52
-MONO, LARGEST, LABEL, LEAD, TITLE = 1.4, 22, 26, 190, 130  # of code, its label, text before it; of the title
-ACROSS, CELLS, LETTERS = 92, 92, 1900  # letters in a line of text and of a table; of code, times its size
-UNEVEN = 1.08  # of a table's lines, which end between words
+# Pixels of a slide of 1280 x 720, as LOOKS draws it: of a line, of a heading, of the title; letters in a line of text
+LINE, SPACE, HEADING, TITLE, ACROSS = 34, 14, 52, 130, 92
 MOST = 40  # items of a slide, shown or not
 MORE, WHOLE = 180, 480  # letters of an item of a list, and of a paragraph, where there is room
+TORN = 0.5  # how bad a heading at the foot of a slide is, if what stands under it goes on
 FILLED = 0.62  # of a slide: one that has less gets more of what the lesson says there
 BLOCK = re.compile(
     r"^!\[(?P<alternative>.*?)\]\((?P<picture>\S+?)\)(?:\n+\*(?P<caption>[^*]+)\*)?"
@@ -70,8 +79,9 @@ class Item(NamedTuple):
 def write_slides(step_folder: Path, out: Path) -> Path:
     """Write the slides of the lesson in `step_folder` to the file `out`, whose folder is made, and return it."""
     items = items_of_lesson(step_folder)
-    lesson = items[0].section
-    body = "\n".join(drawn(items, start, end, lesson) for start, end in divided(items))
+    lesson, places = items[0].section, divided(items)
+    items = where_tables_are(items, places)
+    body = "\n".join(drawn(items, start, end, lesson) for start, end in places)
     page = LOOKS.read_text(encoding="utf-8").replace("TITLE", html.escape(lesson)).replace("SLIDES", body)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
@@ -106,6 +116,7 @@ def paragraphs(text: str) -> list[str]:
 def items_of(section: Section, folder: Path, opening: tuple[str, ...] = (PROBLEM,)) -> Iterator[Item]:
     """What a section says and shows, in order; of sections in `opening`, the first sentences are always said."""
     place, end, follows = (section.heading, section.topic), 0, False
+    promised = NUMBERS[found[1].lower()] if (found := COUNTED.match(section.topic)) else 0  # by the heading
     for block in [*BLOCK.finditer(section.text), None]:
         text = paragraphs(section.text[end : block.start() if block else len(section.text)])
         lone = bool(section.topic) and not end and not block  # nothing is shown under this heading
@@ -115,7 +126,10 @@ def items_of(section: Section, folder: Path, opening: tuple[str, ...] = (PROBLEM
             leads = before_list(text, number)
             leads |= last and bool(block and not block["picture"] or not block and section.heading == PROBLEM)
             opens = not number and not end and (lone or section.heading in opening)
-            said_of.insert(0, points(each, leads, opens, is_meant))
+            leading = COMMANDS if last and block and block["language"] == "bash" else LEADING
+            said_of.insert(0, points(each, leads, opens, is_meant, leading))
+            if not end and number < promised:
+                said_of[0] = [each] if len(each) <= WHOLE else said_of[0] or [first_sentences(each)]
             is_meant = begins_back(each, said_of[0])
         for number, (each, said) in enumerate(zip(text, said_of)):
             longer = said_as([whole]) if said and (whole := at_length(each)) else None
@@ -183,6 +197,10 @@ def cost(items: list[Item], start: int, end: int) -> float:
     crowded = max(0, high - ROOM) + 1000 * max(0, sum("<figure" in item.body for item in part) - 1)
     bad = 0.1 + (1 - filled) ** 2 + 1000 * (crowded / ROOM + items[start].follows)
     bad += sum(0.35 if a.section != b.section else 0.12 for a, b in changes)
+    if changes and end < len(items):  # what begins below another heading should end there
+        (before, last), goes_on = changes[-1], items[end]
+        new_section = before.section != last.section
+        bad += TORN * (goes_on.section == last.section if new_section else goes_on.place == last.place)
     return (
         bad
         + 0.15 * (start > 0 and items[start - 1].place == items[start].place)
@@ -230,69 +248,3 @@ def drawn(items: list[Item], start: int, end: int, lesson: str) -> str:
 def ends_with_its_end(item: Item) -> bool:
     """Whether a slide says the end of a paragraph, at which the next one may point."""
     return not item.notes or "<figure" in item.body or inline(split(item.notes)[-1]) in item.body
-
-
-def exhibit(block: re.Match, folder: Path) -> tuple[str, float]:
-    """A table, an example, commands or code as HTML, and how high that is."""
-    if block["table"]:
-        rows = [re.split(r"(?<!\\)\|", row.strip().strip("|")) for row in block["table"].splitlines()]
-        cells = [[inline(cell.strip()) for cell in row] for row in (rows[0], *rows[2:])]
-        plain = [[len(re.sub(r"<.*?>", "", cell)) for cell in row] for row in cells]
-        widths = [max(column) for column in zip(*plain)]
-        narrow = sum(widths) / CELLS  # a column then has room for that much less than its longest cell
-        narrow = narrow * UNEVEN if narrow > 1 else 1
-        high = [max(lines(size * narrow, max(width, 1)) for size, width in zip(row, widths)) for row in plain]
-        body = "".join("<tr><td>" + "</td><td>".join(row) + "</td></tr>" for row in cells)
-        return f"<table>{body}</table>", sum(ROW + (ROW - 11) * (most - 1) for most in high) + 16
-    text = fitted(textwrap.dedent(block["code"] or block["example"]).rstrip(), block["language"])
-    where, code = in_context(text + "\n", folder) if block["language"] == "python" else ("", html.escape(text))
-    plain = html.unescape(re.sub(r"<.*?>", "", code)).splitlines()
-    size = min(LARGEST, LETTERS / max(map(len, plain)), (ROOM - LEAD) / MONO / len(plain))
-    label = f'<p class="where">{where}</p>' if where else ""
-    high = size * MONO * len(plain) + 32 + (LABEL if where else 0)
-    most = min(LETTERS / max(map(len, plain)), 1.4 * LARGEST)
-    return f'{label}<pre style="--own: {size:.1f}px; --most: {max(most, size):.1f}px">{code}</pre>', high
-
-
-def fitted(text: str, language: str | None) -> str:
-    """Commands in lines that can be read from the last row, and a table without needless blanks between its columns."""
-    width = int(LETTERS / LARGEST)
-    if language == "bash":
-        return "\n".join(command_lines(line, width) for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines())
-    rows = text.splitlines()
-    if language or max(map(len, rows)) <= width or "|" in text:  # in a diagram, blanks are time
-        return text
-    wide = [row.ljust(max(map(len, rows))) for row in rows if row.strip()]
-    blank = [all(row[at] == " " for row in wide) for at in range(len(wide[0]))]
-    kept = [at for at in range(len(blank)) if not all(blank[max(0, at - 2) : at + 1])]
-    return "\n".join("".join(row[at] for at in kept if at < len(row)).rstrip() for row in rows)
-
-
-def command_lines(command: str, width: int) -> str:
-    """A command in lines of `width`, broken before flags as a shell reads them."""
-    found = [""]
-    for word in re.split(r" (?=--|\| |>)", command):
-        if found[-1] and len(found[-1]) + len(word) + 3 > width:
-            found.append("   ")
-        found[-1] += " " + word if found[-1] else word
-    return " \\\n".join(found)
-
-
-def lines(letters: float, width: int) -> int:
-    return math.ceil(letters / width)
-
-
-def inline(text: str) -> str:
-    """A paragraph of Markdown as HTML: code, bold, italics; of links the text alone; an item of a list with its dot."""
-    text = re.sub(r"\A- ", "• ", re.sub(r"^> ?", "", text, flags=re.MULTILINE))
-    text = html.escape(" ".join(text.split()), quote=False)
-    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r"`([^`]+)`|\\([*_`|~#<>\[\]])", literal, text)
-    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
-    return re.sub(r"(?<![\w*])\*([^*]+)\*(?![\w*])", r"<i>\1</i>", text)
-
-
-def literal(found: re.Match) -> str:
-    """Code, or a character after a backslash, in which a star is a star."""
-    code = f"<code>{found[1]}</code>".replace("\\|", "|") if found[1] else found[2]
-    return code.replace("*", "&#42;").replace("_", "&#95;")

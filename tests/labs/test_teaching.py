@@ -13,7 +13,7 @@ from PIL import Image
 
 from common.config import TrainConfig
 from common.labs import __main__ as command
-from common.labs import find, pictures, sentences, shown_code, slides
+from common.labs import exhibits, find, pictures, sentences, shown_code, slides
 from common.launching.command_line import parse
 from step05_pipeline.schedules.__main__ import main as draw_schedule
 from step08_5d.planning.__main__ import main as plan
@@ -88,7 +88,7 @@ def test_slides_show_all_but_the_exercises(lesson):
     assert "<h2>One step, in order</h2>" in page, "where agendas stop"
     assert min(float(size) for size in re.findall(r"--own: ([\d.]+)px", page)) >= 16.5, "too small for the last row"
     for section in slides.sections(text):
-        said = [slides.inline(each) in page for each in slides.paragraphs(section.text)]
+        said = [exhibits.inline(each) in page for each in slides.paragraphs(section.text)]
         assert all(said) or section.heading in slides.LEFT_OUT, section.heading
         blocks = slides.BLOCK.findall(section.text) if section.heading not in slides.LEFT_OUT else []
         assert page.count("<pre") + page.count("<table") + page.count("<figure") >= len(blocks)
@@ -127,7 +127,7 @@ def test_what_is_on_a_slide_has_room(lesson):
     assert all(end == start for (_, end), (start, _) in zip(places, places[1:]))
     for start, end in places:
         high = sum(item.high for item in items[start:end] if item.shown) - (slides.TITLE if start == 0 else 0)
-        assert high <= slides.ROOM and not items[start].follows
+        assert high <= exhibits.ROOM and not items[start].follows
 
 
 SAID = {  # of a paragraph: what a slide leaves out at its beginning and its end
@@ -158,6 +158,12 @@ WITH_WHAT_IS_BEFORE = {  # sentences that say nothing without the one before the
     "Let s be the tokens and h their width.": "The keys of a rank in one layer are then 2 · s · h numbers in all.",
     "Think of eight neighbors who share a toolbox.": "Each keeps an eighth of the tools, and borrows the rest.",
     "Three tensors and their copies are in memory at once.": "With recomputation, it leaves three times as much.",
+    "Each sublayer gathers once, which makes four messages.": "In the backward, their mirrors are another four.",
+    "There is an operator for each direction.": "A sublayer is enclosed by two of them.",
+    "Gate and up hide their messages on a node.": "Q, k and v have fewer columns, so they stop hiding earlier.",
+    "A formula counts only products with weights, but there are norms.": "Compare the two for 384 tokens of 4 layers.",
+    "Compare what was said here for 384 tokens, and no others.": "The model has 4 layers of width 256, or 11.0 MB.",
+    "Two wishes pull apart.": "Small buckets pay latency, and large ones are exposed.",
 }
 
 
@@ -223,7 +229,9 @@ def test_captions_are_short_and_stars_are_stars():
     )
     assert sentences.captions("Below on the left, a.").lower == "On the left, a."
     assert sentences.captions("In the upper picture, a.").upper == "A." and set(sentences.captions("One.")) == {"One."}
-    assert slides.inline(r"f\* and `g*`, *not* **h\***") == ("f&#42; and <code>g&#42;</code>, <i>not</i> <b>h&#42;</b>")
+    assert exhibits.inline(r"f\* and `g*`, *not* **h\***") == (
+        "f&#42; and <code>g&#42;</code>, <i>not</i> <b>h&#42;</b>"
+    )
 
 
 def test_each_slide_says_where_it_belongs_and_its_code_where_it_is_from(lesson):
@@ -240,11 +248,11 @@ def test_commands_and_tables_become_narrower_for_larger_letters():
     command = (
         f"python -m common.compare runs/one \\\n    runs/two --tolerance 1e-5 {'--out runs/lesson/compare.png ' * 3}"
     )
-    lines = slides.fitted(command.strip(), "bash").splitlines()
+    lines = exhibits.fitted(command.strip(), "bash").splitlines()
     assert len(lines) == 3 and max(map(len, lines)) <= 86 and all(line.endswith(" \\") for line in lines[:-1])
     assert re.sub(r"[\s\\]+", " ", "".join(lines)).split() == re.sub(r"[\s\\]+", " ", command).split()
     table = f"a{' ' * 90}1   x\nbb{' ' * 89}2   y"
-    assert slides.fitted(table, "") == "a   1  x\nbb  2  y" and slides.fitted("a    b", "") == "a    b"
+    assert exhibits.fitted(table, "") == "a   1  x\nbb  2  y" and exhibits.fitted("a    b", "") == "a    b"
 
 
 def test_code_between_the_lines_around_it():
