@@ -58,8 +58,11 @@ def test_a_lab_of_each_kind_in_a_notebook(tmp_path):
     student = 7
     copy, book = clone(tmp_path), json.loads(LABS.read_text(encoding="utf-8"))
     code = [cell for cell in book["cells"] if cell["cell_type"] == "code"][:2]
-    texts = [f'lab("--student", {student}, "--name", "Ada")']
-    texts += [text for each in of_each_kind(student, tmp_path) for text in each]
+    first = "".join(code[0]["source"])
+    for field, value in ("NUMBER", student), ("NAME", "Ada"):
+        first = first.replace(f'{field} = ""', f"{field} = {value!r}")
+    code[0] = {**code[0], "source": first}
+    texts = [text for each in of_each_kind(student, tmp_path) for text in each]
     texts += ['lab("submit")', 'lab("check")']
     book["cells"] = [*code, *({**code[0], "id": f"cell{number}", "source": text} for number, text in enumerate(texts))]
     path = copy / "common/notebooks/labs.ipynb"

@@ -105,13 +105,36 @@ def test_each_step_has_a_lab_to_start_fill_and_check():
     cells = json.loads(LABS.read_text(encoding="utf-8"))["cells"]
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
     code = [
-        re.findall(r"^(?:start|check)\(\"(\S+)\"\)|^%%fill (\S+)", each, re.MULTILINE) for each in sources(LABS)[2:]
+        re.findall(r"^(?:start|check)\(\"(\S+)\"\)|^%%fill (\S+)", each, re.MULTILINE) for each in sources(LABS)[2:-1]
     ]
     assert all(len(each) == 1 for each in code)
     ids = ["".join(each[0]) for each in code]
     for step in range(1, 9):
         first = next(lab for lab in all_labs().values() if lab.step == step and lab.kind == "write")
         assert ids.count(first.id) == 2 + len(first.bodies)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({}, []),
+        ({"NUMBER": "7", "NAME": "Ada L."}, ["--student", "7", "--name", "Ada L."]),
+        ({"NUMBER": 0}, ["--student", "0"]),
+    ],
+)
+def test_number_and_name_are_fields_and_nothing_is_handed_in_unasked(fields, words, monkeypatch):
+    """They stand in the first cell, empty; the second one tells the labs; the last one hands in, once it is said to."""
+    first, second, *_, last = sources(LABS)
+    given = {name: ast.literal_eval(re.search(f"^{name} = (.*?)  #", first, re.M)[1]) for name in ("NUMBER", "NAME")}
+    assert given == {"NUMBER": "", "NAME": ""}
+    done = []
+    monkeypatch.setattr(notebook, "_do", lambda words: done.append(words))
+    exec(second, given | fields)
+    assert done == [words]
+    exec(last, {"lab": notebook.lab})
+    assert done == [words]
+    exec(last.removeprefix("# "), {"lab": notebook.lab})
+    assert done == [words, ["submit"]]
 
 
 def test_a_cell_fills_a_gap(tmp_path, monkeypatch, capsys):
