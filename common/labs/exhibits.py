@@ -10,7 +10,7 @@ from common.labs.shown_code import in_context
 
 # Pixels of a slide of 1280 x 720, as slides.html draws it: under the heading; of a table's row
 ROOM, ROW = 606, 41
-MONO, LARGEST, LABEL, LEAD = 1.4, 22, 26, 190  # of code, its label, text before it
+MONO, LARGEST, LABEL, LEAD = 1.4, 22, 26, 209  # of code, its label, text before it
 CELLS, LETTERS = 92, 1900  # letters in a line of a table; of code, times its size
 UNEVEN = 1.08  # of a table's lines, which end between words
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from common.labs.find import ROOT
 
 AROUND = 2  # lines before and after an excerpt
-WIDTH = 84  # characters of these lines that are shown, or as many as the excerpt has
+WIDTH = 84  # characters of a line: of those around only so many are shown, and of the excerpt longer ones are broken
 HEADS = "def ", "class "
 MARKS = r" *# --- (write this yourself|until here) ---"  # of labs
 TOKEN = re.compile(
@@ -31,6 +31,25 @@ def colored(line: str) -> str:
     return "".join(found) + html.escape(line[end:], quote=False)
 
 
+def broken(line: str) -> list[str]:
+    """A line of Python in lines of `WIDTH`, for large letters: its comment above it, and then as its commas allow."""
+    tokens = [token for token in TOKEN.finditer(line) if token.lastgroup in ("comment", "string")]
+    blanks = indentation(line) * " "
+    if len(line) <= WIDTH:
+        return [line]
+    if tokens and tokens[-1].lastgroup == "comment" and (code := line[: tokens[-1].start()].rstrip()):
+        return textwrap.wrap(blanks + tokens[-1][0], WIDTH, subsequent_indent=f"{blanks}# ") + broken(code)
+    bare = "".join(
+        " " if any(each.start() <= at < each.end() for each in tokens) else letter for at, letter in enumerate(line)
+    )
+    depth = [sum((letter in "([{") - (letter in ")]}") for letter in bare[:at]) for at in range(WIDTH)]
+    commas = [at for at in range(indentation(line), min(WIDTH, len(line) - 1)) if bare[at] == "," and depth[at]]
+    if not commas:
+        return [line]
+    end = max(commas, key=lambda at: (-depth[at], at)) + 1
+    return [line[:end], *broken(f"{blanks}        {line[end:].lstrip()}")]
+
+
 def spanned(text: str, kind: str) -> str:
     return f'<span class="{kind}">{html.escape(text, quote=False)}</span>'
 
@@ -47,9 +66,8 @@ def in_context(excerpt: str, folder: Path) -> tuple[str, str]:
         if None not in places:
             break
     else:
-        return "", "\n".join(map(colored, excerpt.splitlines()))
-    widest = max(WIDTH, *(len(line) for part in parts for line in part))
-    dimmed = [(line if len(line) <= widest else f"{line[: widest - 2]} …", "around") for line in lines]
+        return "", "\n".join(colored(each) for line in excerpt.splitlines() for each in broken(line))
+    dimmed = [(line, "around") for line in lines]
     gap, first, behind = (8 * " " + "...", "around"), places[0], places[-1] + len(parts[-1])
     head = enclosing(lines, first)
     whole = lines[first].lstrip().startswith(HEADS)
@@ -61,7 +79,10 @@ def in_context(excerpt: str, folder: Path) -> tuple[str, str]:
     shown += dimmed[behind : behind if whole else min(behind + AROUND, end)]
     shown = [(line, kind) for line, kind in shown if not re.fullmatch(MARKS, line)]
     bare = textwrap.dedent("\n".join(line for line, _ in shown)).splitlines()
-    text = [spanned(line, kind) if kind else colored(line) for line, (_, kind) in zip(bare, shown)]
+    text = []
+    for line, (_, kind) in zip(bare, shown):
+        cut = line if len(line) <= WIDTH else f"{line[: WIDTH - 2]} …"
+        text += [spanned(cut, kind)] if kind else map(colored, broken(line))
     return f"{file.relative_to(ROOT)}, line {first + 1}", "\n".join(text).rstrip()
 
 

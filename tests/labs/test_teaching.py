@@ -268,3 +268,13 @@ def test_code_between_the_lines_around_it():
     colored = shown_code.colored('for x in "a#b":  # 1 < 2')
     assert colored.startswith('<span class="keyword">for</span> x ') and '<span class="string">"a#b"</span>' in colored
     assert colored.endswith('<span class="comment"># 1 &lt; 2</span>')
+
+
+def test_long_lines_of_code_are_broken_for_larger_letters():
+    line = "    rows += " + ", ".join(f"[grid.movedim({n}, 0)]" for n in range(2)) + "  # " + "a remark " * 6
+    assert shown_code.broken(line) == [f"    # {'a remark ' * 6}".rstrip(), line.split("  #")[0]]
+    call = f"    k, v = apply(torch.stack((k, v)), {', '.join(['pass_on'] * 8)}, dim=(me + 1, me - 1))"
+    parts = shown_code.broken(call)
+    assert len(parts) == 2 and max(map(len, parts)) <= shown_code.WIDTH and parts[1].startswith(" " * 12)
+    assert "".join(map(str.strip, parts)).replace(",", ", ").replace(",  ", ", ") == call.strip()
+    assert shown_code.broken("short = 1  # as it is") == ["short = 1  # as it is"]
