@@ -13,7 +13,7 @@ import os
 import signal
 import site
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 NEW_MOUNTS, NEW_PROCESSES = 0x00020000, 0x20000000  # CLONE_NEWNS, CLONE_NEWPID of <sched.h>
@@ -29,6 +29,7 @@ SHARED = "processes that see those of others, and could read the solutions in th
 _confined = _inside = False  # whether a submission is checked in this process, and whether it runs in this one
 _hidden: list[Path] = []  # folders that are empty for what runs apart
 _needed: list[Path] = []  # what lies in them and is there all the same
+_links: dict[Path, Path] = {}  # symbolic links on the way to that -> where they lead in the end
 _writable: Path | None = None  # a folder; what is beside it cannot be written
 
 
@@ -39,10 +40,12 @@ def begin(hidden: Iterable[Path] = (), needed: Iterable[Path] = (), writable: Pa
         hidden: folders in which nothing is there for a submission. needed: paths that are, besides Python's own.
         writable: a folder, the only one in which it can write, from Linux 5.12 on.
     """
-    global _confined, _hidden, _needed, _writable
+    global _confined, _hidden, _needed, _links, _writable
     _confined = sys.platform == "linux"
     _hidden = [path for path in map(Path.resolve, hidden) if path != path.parent]  # without /
-    _needed, _writable = [path.resolve() for path in (*needed, *_of_python())], writable and writable.resolve()
+    named = [*needed, *_of_python()]
+    _needed, _writable = [path.resolve() for path in named], writable and writable.resolve()
+    _links = {link: link.resolve() for path in named for link in _links_to(path)}
     keep_to_itself()
     return _confined and _wait(_fork(lambda: _alone(lambda: None))) == 0
 
@@ -127,8 +130,22 @@ def _hide(folder: Path) -> bool:
             if library.mount(os.fsencode(source), os.fsencode(path), None, BIND | RECURSIVE, None):
                 return False
         os.close(number)
+    for link, target in _links.items():
+        if folder in link.parents and not os.path.lexists(link):
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(target)
     os.chdir(here)  # from the folder as it was, `..` would lead to what is hidden
     return True
+
+
+def _links_to(path: Path) -> Iterator[Path]:
+    """The symbolic links on the way of a path: an environment may be one, and Python goes by its name."""
+    here = Path("/")
+    for part in path.absolute().parts[1:]:
+        here /= part
+        if here.is_symlink():
+            yield here
+            here = here.resolve()
 
 
 def _set_mounts(path: Path, new: int, old: int) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from common.errors import UsageError
 from common.labs.find import ROOT
 from common.labs.forks import Clock
 from common.launching.process_tree import adopt_orphans, descendants, end_descendants, kill, new_mark
@@ -30,6 +31,7 @@ START = 60.0  # seconds that the process may take besides its checks
 LOOK = 0.25  # seconds after which one looks again whether a check has taken too long
 PATIENCE = 10  # as many times as long may a check take in all, while it waits for a processor
 CODE = ("common", "step0*")
+ATTEMPT = "attempt"  # in the place of a lab: whether Python runs where submissions are checked
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,20 @@ def _digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:  # whoever changed it took away the right to read it
         return ""
+
+
+def try_out(pristine: Checkout, limits: Limits) -> None:
+    """Start Python where submissions are checked: if that fails, all of them would, and none should pay for it.
+
+    Raises UsageError if it does.
+    """
+    with tempfile.TemporaryDirectory(prefix="labs-", ignore_cleanup_errors=True) as folder:
+        copy, scratch = pristine.write(Path(folder) / "project"), Path(tempfile.mkdtemp(dir=folder))
+        job = [{"id": ATTEMPT, "student": 0, "files": {}}]
+        found = _run(copy, scratch, job, Limits(memory=limits.memory, hidden=limits.hidden), pristine.digests)
+    fault = found[0].fault if found else "the process that checks ended"
+    if fault:
+        raise UsageError(f"{sys.executable} does not run where submissions are checked, so none can be: {fault}")
 
 
 def check_in_copy(pristine: Checkout, asked: list[dict], limits: Limits) -> tuple[list[Checked], list[str]]:

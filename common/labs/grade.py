@@ -17,7 +17,7 @@ from pathlib import Path
 from common.errors import UsageError
 from common.labs import find
 from common.labs.apart import keep_to_itself
-from common.labs.checkout import OURS, Checked, Checkout, Limits, Stopped, check_in_copy, clean_checkout
+from common.labs.checkout import OURS, Checked, Checkout, Limits, Stopped, check_in_copy, clean_checkout, try_out
 from common.labs.closed import is_refusal
 from common.labs.find import ROOT
 from common.labs.found import Kept, write_json
@@ -81,6 +81,7 @@ def check_all(rows: list[Row], labs: list[str], limits: Limits, jobs: int, kept:
     keep_to_itself()
     OURS.begin()
     OURS.stopped.clear()
+    try_out(pristine, limits)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: OURS.stop())
     for row in rows:

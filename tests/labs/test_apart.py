@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.errors import UsageError
 from common.labs import apart, checkout, grade, grades, recheck
 from common.labs.checkout import OURS, Checked, Limits, Stopped, check_in_copy, packed
 from common.labs.find import ROOT, lab
@@ -70,6 +71,53 @@ def test_what_runs_apart(tmp_path):
         pytest.skip("this system gives no namespace of processes")
     there = ["project/env/a.py", "project/runs/labs-x/project/a.py"]
     assert done.stdout.split() == ["True", "1", *there, "CapEff:", "0" * 16], done
+
+
+LINKED = """
+import os, pathlib, sys
+from common.labs import apart
+
+folder = pathlib.Path(sys.argv[1])
+project, elsewhere = folder / "project", folder / "elsewhere"
+for each in project / "step03", elsewhere / "env/bin":
+    each.mkdir(parents=True)
+    (each / "a.py").write_text("x = 1")
+(project / "second").symlink_to(elsewhere)
+(project / "environment").symlink_to("second/env")
+(folder / "other name").symlink_to(project)
+named = folder / "other name/environment/bin"
+print(apart.begin([project], [named]))
+apart.apart(lambda: (folder / "found").write_text(f"{os.listdir(named)} {os.listdir(project)}"))
+print((folder / "found").read_text())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+def test_an_environment_that_is_a_link_is_still_there(tmp_path):
+    """Python goes by its name, which leads through a folder that is hidden."""
+    done = run_command([sys.executable, "-c", LINKED, str(tmp_path)], cwd=ROOT, timeout=60)
+    if done.stdout.startswith("False"):
+        pytest.skip("this system gives no namespace of processes")
+    assert done.stdout.splitlines()[1] == "['a.py'] ['environment']", done
+
+
+@pytest.mark.parametrize("fault", ["", "No module named 'torch'"])
+def test_nobody_is_graded_where_python_does_not_run(fault, tmp_path, monkeypatch):
+    (tmp_path / "clean").mkdir()
+    monkeypatch.setattr(checkout, "_run", lambda _, scratch, labs, *rest: [Checked(labs[0]["id"], fault=fault)])
+    if not fault:
+        return checkout.try_out(packed(tmp_path / "clean"), Limits())
+    with pytest.raises(UsageError, match=f"does not run where submissions are checked.*{fault}"):
+        checkout.try_out(packed(tmp_path / "clean"), Limits())
+
+
+def test_what_keeps_python_from_running(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho first >&2\necho \"No module named 'torch'\" >&2\nexit 1\n")
+    script.chmod(0o700)
+    for executable, why in ((script, "No module named 'torch'"), (tmp_path / "nowhere", "No such file")):
+        monkeypatch.setattr(recheck.sys, "executable", str(executable))
+        assert why in recheck.attempt(tmp_path / "said")
 
 
 READS = {  # text of a file, by ways of which no audit hook hears
@@ -186,6 +234,7 @@ def test_a_class_that_is_interrupted(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(grade, "check_in_copy", check)
     monkeypatch.setattr(grade, "clean_checkout", lambda: None)
+    monkeypatch.setattr(grade, "try_out", lambda *_: None)
     monkeypatch.setattr(OURS, "begin", lambda: None)
     monkeypatch.setattr(grade, "keep_to_itself", lambda: None)
     monkeypatch.setattr(grade.signal, "signal", lambda *_: None)
@@ -212,6 +261,7 @@ def test_rows_of_others_cannot_be_changed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(grade, "check_in_copy", check)
     monkeypatch.setattr(grade, "clean_checkout", lambda: None)
+    monkeypatch.setattr(grade, "try_out", lambda *_: None)
     monkeypatch.setattr(OURS, "begin", lambda: None)
     monkeypatch.setattr(grade, "keep_to_itself", lambda: None)
     monkeypatch.setattr(grade.signal, "signal", lambda *_: None)

@@ -17,6 +17,7 @@ def test_the_result_of_one_student(tmp_path, monkeypatch):
     monkeypatch.setattr(checkout.OURS, "begin", lambda: None)
     (tmp_path / "nothing").mkdir()
     monkeypatch.setattr(grade, "clean_checkout", lambda: checkout.packed(tmp_path / "nothing"))
+    monkeypatch.setattr(grade, "try_out", lambda *_: None)
     labs = ["--labs", f"{TABLE.id},{TYPES.id}", "--out", str(tmp_path / "out")]
 
     def result(folder):
@@ -46,6 +47,7 @@ def test_what_a_busy_machine_cut_off_is_checked_again(tmp_path, monkeypatch, cap
     monkeypatch.setattr(checkout.OURS, "begin", lambda: None)
     (tmp_path / "class").mkdir()
     monkeypatch.setattr(grade, "clean_checkout", lambda: checkout.packed(tmp_path / "class"))
+    monkeypatch.setattr(grade, "try_out", lambda *_: None)
     home = student(tmp_path, 7, TABLE.id)
     (home / TABLE.id / "schedule.csv").write_text("F0,B0\n")
     assert command.main(["submit", "--home", str(home)]) == 0
