@@ -68,16 +68,16 @@ def run(
         this = next(each for each in importlib.import_module(module).LABS if each.id == id)
         run, given_by_us = this.run, giving.prepared(this.source, texts)
         del texts
-        _close_the_book(this, file, given_by_us, end, folder)
+        refuse = _close_the_book(this, file, given_by_us, end, folder)
         del this
-        watching.append(Watching(file, given))
+        watching.append(Watching(file, given, refuse))
         student = _load(file)
         for number, case in enumerate(cases):
             if rank >= case.ranks:
                 continue
             world = {"store": dist.FileStore(f"{folder}/world.{number}", case.ranks), "world_size": case.ranks}
             dist.init_process_group("gloo", rank=rank, timeout=LONGEST, **world)
-            watching.append(Watching(file, given))
+            watching.append(Watching(file, given, refuse))
             with watching[-1] as notes:
                 values = run(student, case, rank)
             write(Path(folder, f"{number}.{rank}"), write_result(values, notes))
@@ -107,10 +107,12 @@ def _load(file: str):
     return module
 
 
-def _close_the_book(this, file: str, prepared: Callable, end: Callable[[str], NoReturn], folder: str) -> None:
+def _close_the_book(
+    this, file: str, prepared: Callable, end: Callable[[str], NoReturn], folder: str
+) -> Callable[[str], NoReturn]:
     """Give what the lab gives, and take from this process what solves or grades it, and what else it need not hold.
 
-    The process keeps what the lab's `run` uses, and what takes notes.
+    The process keeps what the lab's `run` uses, and what takes notes. Returns what refuses.
     """
     all_labs.cache_clear()
     modules = [name for name in sys.modules if name.split(".")[1:2] == ["labs"]]
@@ -120,6 +122,7 @@ def _close_the_book(this, file: str, prepared: Callable, end: Callable[[str], No
     giving.given = prepared(refuse)
     refuse_uncounted(refuse, of_student(file))
     keep_only(this.run)
+    return refuse
 
 
 def _failure(error: BaseException, file: str, given: Collection[str]) -> Failure:

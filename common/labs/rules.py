@@ -32,6 +32,12 @@ def holds_at_most(notes: Notes, most: float, what: str) -> Iterator[str]:
         yield text
 
 
+def multiplies_at_most(notes: Notes, most: int) -> Iterator[str]:
+    """One sentence if more matrix products were computed: with those, messages that nothing hides seem hidden."""
+    if notes.products > most:
+        yield f"it computes {notes.products} matrix products, and {most} are enough: others hide nothing."
+
+
 def waits_for_messages(notes: Notes) -> Iterator[str]:
     """One sentence if messages were started that nothing waits for."""
     for call in notes.unwaited[:1]:

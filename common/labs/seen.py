@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from common.costs.vocabulary import sent
-from common.labs.closed import generated
+from common.labs.closed import MAIN_THREAD, Closed, generated
 
 NAMES = {  # the beginning of an operator's name in torch.ops.c10d, or in _c10d_functional -> what everybody calls it
     "allreduce": "all_reduce",
@@ -39,6 +40,7 @@ NAMES = {  # the beginning of an operator's name in torch.ops.c10d, or in _c10d_
 }
 SHOWN = 8  # tensors of the peak that are remembered
 PATIENCE = 0.02  # seconds that a thread computes until others must have let go of what they send
+ELSEWHERE = f"your file computes in another thread, {MAIN_THREAD}"
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
 
 
@@ -99,17 +101,23 @@ class Notes:
         return sum(call.sent for call in self.calls)
 
 
+def _raise(why: str) -> None:
+    raise Closed(why)
+
+
 class Watching(TorchDispatchMode):
     """Takes notes of everything that runs inside `with Watching(file) as notes:`; lines are those of this file.
 
-    A line is one that the student wrote, and if possible none of `helpers`, functions that were given.
+    A line is one that the student wrote, and if possible none of `helpers`, functions that were given. What computes in
+    another thread than this one, as TorchScript can, has no line; `refuse` is told.
     """
 
-    def __init__(self, file: str, helpers: Collection[str] = ()):
+    def __init__(self, file: str, helpers: Collection[str] = (), refuse: Callable[[str], object] = _raise):
         super().__init__()
         self.file, self.helpers, self.notes = file, helpers, Notes()
+        self._refuse, self._thread = refuse, get_ident()
         self._alive: dict[int, tuple[StorageWeakRef, Held]] = {}  # storages that count as memory
-        self._ours: dict[int, StorageWeakRef] = {}  # those that do not: they were given
+        self._ours: dict[int, tuple[StorageWeakRef, int]] = {}  # those that were given, whose bytes do not count
         self._lent = False  # whether gloo may still refer to something that it has sent
         self._in_flight: dict[Work, SeenCall] = {}  # messages; gloo may give up what nobody refers to
         self.waiting: SeenCall | None = None  # the message that is being waited for
@@ -143,6 +151,8 @@ class Watching(TorchDispatchMode):
         return noting
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if get_ident() != self._thread:
+            self._refuse(ELSEWHERE)
         line = self._line(sys._getframe())
         if not line:  # not the student's doing
             out = function(*args, **(kwargs or {}))
@@ -165,8 +175,18 @@ class Watching(TorchDispatchMode):
     def hold(self, tensor: torch.Tensor, line: int = 0) -> None:
         """Count a tensor as memory as long as it lives."""
         storage = tensor.untyped_storage()
-        held = Held(storage.nbytes(), tuple(tensor.shape), line)
+        self._ours.pop(storage._cdata, None)
+        self._hold(tensor, line)
+
+    def _hold(self, tensor: torch.Tensor, line: int) -> None:
+        storage = tensor.untyped_storage()
+        held = Held(self._counted(storage), tuple(tensor.shape), line)
         self._alive[storage._cdata] = StorageWeakRef(storage), held
+
+    def _counted(self, storage: torch.UntypedStorage) -> int:
+        """Its bytes without those that were given: one that was given may grow."""
+        _, given = self._ours.get(storage._cdata, (None, 0))
+        return max(0, storage.nbytes() - given)
 
     def _line(self, frame) -> int:
         return line_of(self.file, frame, self.helpers)
@@ -188,19 +208,19 @@ class Watching(TorchDispatchMode):
 
     def _give(self, tree) -> None:
         """Do not count these as memory: what the lab makes, unless it is lent."""
-        self._ours = {key: each for key, each in self._ours.items() if not each.expired()}
+        self._ours = {key: each for key, each in self._ours.items() if not each[0].expired()}
         for tensor in _tensors(tree):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._alive:
-                self._ours[storage._cdata] = StorageWeakRef(storage)
+            if storage._cdata not in self._alive and storage._cdata not in self._ours:
+                self._ours[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def _measure(self, tree, line: int) -> None:
         """Count what the student's line has used or made, wherever it comes from, and what else of theirs is alive."""
         for tensor in _tensors(tree):
             storage = tensor.untyped_storage()
             _, held = self._alive.get(storage._cdata, (None, None))
-            if storage._cdata not in self._ours and (held is None or held.bytes != storage.nbytes()):
-                self.hold(tensor, line)
+            if self._counted(storage) != (held.bytes if held else 0):
+                self._hold(tensor, line)
         if self._fits() or (self._lent and patiently(self._fits)):
             return
         self._lent = False

@@ -3,7 +3,7 @@
 import torch
 
 from common.labs.ranks import Case
-from common.labs.rules import hides, sends_at_most
+from common.labs.rules import hides, multiplies_at_most, sends_at_most
 from common.labs.seen import Notes
 from common.labs.write import Expected, WriteLab, page
 
@@ -110,7 +110,10 @@ def judge_buckets(case: Case, rank: int, notes: Notes):
             break
     if not sums:
         return
-    if any(call.products >= notes.products for call in sums[:-1]):
+    yield from multiplies_at_most(notes, 3 * case.layers)
+    # The last layer's `dy` is not needed; but who computes it first has no other product for a last bucket of one layer
+    needed = 3 * case.layers - (sums[-1].bytes > layer)
+    if any(call.products >= min(needed, notes.products) for call in sums[:-1]):
         yield "sums begin only after the last product of the backward, so there is nothing left to hide them behind."
     else:
         yield from hides(notes, "all_reduce")

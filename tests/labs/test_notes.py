@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.labs import ranks as lab_ranks
+from common.labs.closed import is_refusal
 from common.labs.ranks import BUSY, IDLE, LIMIT
-from common.labs.rules import hides, holds_at_most, sends_at_most, waits_for_messages
+from common.labs.rules import hides, holds_at_most, multiplies_at_most, sends_at_most, waits_for_messages
 from common.labs.seen import PATIENCE, Notes, SeenCall, Watching, lend, line_of, patiently
 
 FOUR = (0, 1, 2, 3)
@@ -76,6 +77,12 @@ def test_only_the_last_call_need_not_be_hidden(name):
     assert bool(list(hides(Notes(calls, waits, products=3), "all_reduce", but=3))) is False
 
 
+def test_products_that_only_seem_to_hide_something():
+    assert list(multiplies_at_most(Notes(products=18), 18)) == []
+    (line,) = multiplies_at_most(Notes(products=19), 18)
+    assert line.startswith("it computes 19 matrix products, and 18 are enough")
+
+
 def test_messages_that_nothing_waits_for():
     assert list(waits_for_messages(Notes([call("send")]))) == []
     (line,) = waits_for_messages(Notes(unwaited=[call("send", line=4), call("receive", line=5)]))
@@ -117,13 +124,17 @@ def fake_ranks(monkeypatch):
     dist.destroy_process_group()
 
 
-def notes_of(folder: Path, code: str, helpers: Collection[str] = ()) -> Notes:
-    """The notes of the function `run` of a student's file."""
-    path = folder / "student.py"
+def student_of(path: Path, code: str):
     path.write_text(code)
     spec = importlib.util.spec_from_file_location("student", path)
     spec.loader.exec_module(student := importlib.util.module_from_spec(spec))
-    with Watching(str(path), helpers) as notes:
+    return student
+
+
+def notes_of(folder: Path, code: str, helpers: Collection[str] = ()) -> Notes:
+    """The notes of the function `run` of a student's file."""
+    student = student_of(folder / "student.py", code)
+    with Watching(student.__file__, helpers) as notes:
         student.run()
     return notes
 
@@ -201,13 +212,10 @@ def test_memory_counts_once_it_is_used_wherever_it_comes_from(tmp_path):
 
 
 def test_what_a_student_is_given_is_not_theirs(tmp_path):
-    path = tmp_path / "student.py"
-    path.write_text("def run(x):\n    return x.add_(1)\n")
-    spec = importlib.util.spec_from_file_location("student", path)
-    spec.loader.exec_module(student := importlib.util.module_from_spec(spec))
+    student = student_of(tmp_path / "student.py", "def run(x):\n    return x.add_(1)\n")
 
     def peaks() -> tuple[int, int]:
-        with Watching(str(path)) as notes:
+        with Watching(student.__file__) as notes:
             x = torch.ones(1000)
             student.run(x)
             before = notes.peak
@@ -217,6 +225,38 @@ def test_what_a_student_is_given_is_not_theirs(tmp_path):
 
     with ThreadPoolExecutor(1) as thread:  # what runs tests side by side is code made from text, and calls us otherwise
         assert thread.submit(peaks).result() == (0, 4000)
+
+
+def test_what_is_given_may_grow(tmp_path):
+    """Then what it has grown by is the student's, also if the lab touches it before."""
+    grow = "def run(x):\n    x.untyped_storage().resize_(7000)\ndef use(x):\n    x.add_(1)\n"
+    student = student_of(tmp_path / "student.py", grow)
+    with Watching(student.__file__) as notes:
+        x = torch.ones(1000)
+        student.use(x)
+        assert notes.peak == 0
+        student.run(x)
+        x.add_(1)
+        student.use(x)
+        assert notes.peak == 3000
+        lend([x])
+        student.use(x)
+        assert notes.peak == 7000
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_what_computes_in_another_thread_is_refused(tmp_path):
+    code = """import torch
+@torch.jit.script
+def elsewhere(x: torch.Tensor):
+    return torch.jit.wait(torch.jit.fork(torch.relu, x))
+def run():
+    elsewhere(torch.ones(3))
+"""
+    student, said = student_of(tmp_path / "student.py", code), []
+    with Watching(student.__file__, refuse=said.append):
+        student.run()
+    assert said and is_refusal(said[0])
 
 
 def test_patience_is_time_of_the_processor():
