@@ -6,7 +6,9 @@ grades. It writes grades.csv, marker.html with what people have to read, and for
 Gradescope reads them.
 """
 
+import os
 import queue
+import re
 import signal
 import sys
 import tempfile
@@ -146,10 +148,25 @@ def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Checkout) ->
         if result.unsure:
             row.notes.append(f"{result.id}: this machine was too busy to tell; `--resume` checks it once more")
         row.notes += [f"{result.id}: REFUSED: {line}" for line in result.feedback[:1] if is_refusal(line)]
+        row.notes += [f"{result.id}: REFUSED: {line}" for line in looks_for(result, limits.hidden)]
         row.results[result.id] = result
     for result in row.results.values():
         if result.fault.startswith("it is the variant"):
             row.notes.append(f"{result.id}: {result.fault}, so it counts as 0")
+
+
+def looks_for(result: Checked, hidden: tuple[Path, ...]) -> list[str]:
+    """What to say of a check that ended with an error about a file in a folder that is empty for it: nothing, mostly.
+
+    Its own files lie among those that are temporary, and Python's perhaps among the project's.
+    """
+    folders = {str(way) for each in hidden for way in (each, each.resolve())} - {tempfile.gettempdir()}
+    for line in [*result.feedback, result.fault]:
+        for folder in sorted(folders):
+            for path in re.findall(rf"{re.escape(folder)}/[^\s'\"<>:,;)]+", line):
+                if not path.startswith((sys.prefix, sys.base_prefix, os.path.realpath(tempfile.gettempdir()))):
+                    return [f"your file looks for {path}, which is not there for it."]
+    return []
 
 
 def note_same_code(rows: list[Row]) -> None:

@@ -17,6 +17,7 @@ from common.labs.answers import read_answers
 
 LONGEST = 60_000  # characters of a text that are shown
 OPENED = 10_000  # characters of a difference that is not folded, in a file below a folder: the repair of a hunt
+UNSEEN = "characters that are not seen, or turn lines around; here they are shown by their numbers."
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; font-size: 13px } td, th { border: 1px solid #ccc; padding: .15rem .45rem }
@@ -24,6 +25,7 @@ td.n { text-align: right } .zero { background: #fbe3df } .some { background: #fd
 pre { background: #f6f6f4; padding: .6rem; font-size: 12.5px; white-space: pre-wrap; overflow-wrap: anywhere }
 ins { background: #d9f2d9; text-decoration: none } del { background: #fbdcd7; text-decoration: none }
 h2 { margin-top: 2.5rem }
+.odd { background: #ffb74d }
 .note { background: #fdf3d0; padding: .3rem .6rem; margin: .3rem 0 } blockquote { border-left: 4px solid #88a;
 margin: .4rem 0; padding: .1rem .8rem; background: #f3f3fa } .overflow { overflow-x: auto }
 """
@@ -38,13 +40,13 @@ def write_page(rows: list, labs: list[str], path: Path) -> Path:
         who = f"{row.who.number} {row.name}" if row.who else row.file
         cells = "".join(_cell(row.results.get(id)) for id in labs)
         late = f"{row.late:.1f}" if row.late else ""
-        link = f'<a href="#r{place}">{escape(row.name or row.file)}</a>'
+        link = f'<a href="#r{place}">{_shown(row.name or row.file)}</a>'
         number = row.who.number if row.who else ""
         ended = any(note.startswith("not checked: ") for note in row.notes)
         total = "not checked" if ended else f"{row.total:.2f}"
         lines.append(f"<tr><td class=n>{number}<td>{link}<td class=n>{late}{cells}<td class=n>{total}</tr>")
-        parts.append(f'<h2 id="r{place}">{escape(who)}: {total}</h2>')
-        parts += [f"<p class=note>{escape(note)}</p>" for note in row.notes]
+        parts.append(f'<h2 id="r{place}">{_shown(who)}: {total}</h2>')
+        parts += [f"<p class=note>{_shown(note)}</p>" for note in row.notes]
         parts += [_lab(row, id) for id in labs if id in row.results]
     table = f"<div class=overflow><table>{''.join(lines)}</table></div>"
     title = "Labs: what to read"
@@ -68,15 +70,17 @@ def _lab(row, id: str) -> str:
     parts = [f"<h3>{id}: {result.score:.0%}</h3><p>{known}; checked again in {result.seconds:g} s</p>"]
     if about.get("first"):
         first = ", ".join(f"{name} = {value}" for name, value in about["first"].items())
-        parts.append(f"<p>Predicted first: {escape(first)}</p>")
+        parts.append(f"<p>Predicted first: {_shown(first)}</p>")
     if sentence := sentence_of(files):
-        parts.append(f"<blockquote>{escape(sentence)}</blockquote>")
-    parts.append(f"<pre>{escape(_cut(chr(10).join([*result.feedback, result.fault]).strip()))}</pre>")
+        parts.append(f"<blockquote>{_shown(sentence)}</blockquote>")
+    parts.append(f"<pre>{_shown(_cut(chr(10).join([*result.feedback, result.fault]).strip()))}</pre>")
     for name, content in sorted(files.items()):
-        text = content.decode("utf-8", errors="replace")
+        text = content.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
         shown = _difference(starter_of(id, student).get(name), text)
+        if odd := sum(not _plain(each) for each in text):
+            parts.append(f"<p class=note>{escape(name)} has {odd:,} {UNSEEN}</p>")
         opened = " open" if len(shown) < OPENED or name.count("/") == 0 else ""
-        parts.append(f"<details{opened}><summary>{escape(name)}</summary><pre>{shown}</pre></details>")
+        parts.append(f"<details{opened}><summary>{_shown(name)}</summary><pre>{shown}</pre></details>")
     return "\n".join(parts)
 
 
@@ -108,14 +112,26 @@ def _cut(text: str) -> str:
     return f"{text[:LONGEST]}\n\nCUT HERE: {len(text) - LONGEST:,} more characters are not shown; read the file itself."
 
 
+def _plain(character: str) -> bool:
+    return character.isprintable() or character in "\n\t"
+
+
+def _shown(text: str) -> str:
+    """HTML of a text. What is not seen, or turns lines around, is shown by its number, in the order of Python."""
+    return "".join(
+        escape(each) if _plain(each) else f"<span class=odd>{each.encode('unicode_escape').decode()}</span>"
+        for each in text
+    )
+
+
 def _difference(before: str | None, after: str) -> str:
     """Lines of HTML: what was added and taken away, with three lines around it; all of a file that is new."""
     if before is None:
-        return escape(_cut(after))
+        return _shown(_cut(after))
     lines = []
-    for line in list(difflib.unified_diff(before.splitlines(), _cut(after).splitlines(), lineterm=""))[2:]:
+    for line in list(difflib.unified_diff(before.split("\n"), _cut(after).split("\n"), lineterm=""))[2:]:
         tag = {"+": "ins", "-": "del"}.get(line[:1])
-        lines.append(f"<{tag}>{escape(line)}</{tag}>" if tag else escape(line))
+        lines.append(f"<{tag}>{_shown(line)}</{tag}>" if tag else _shown(line))
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 import csv
 import os
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,6 +119,23 @@ def test_what_keeps_python_from_running(tmp_path, monkeypatch):
     for executable, why in ((script, "No module named 'torch'"), (tmp_path / "nowhere", "No such file")):
         monkeypatch.setattr(recheck.sys, "executable", str(executable))
         assert why in recheck.attempt(tmp_path / "said")
+
+
+LOOKS_FOR = {  # the last line of a check, and whether it tells of a look at what is hidden
+    "raised FileNotFoundError in line 7: [Errno 2] No such file or directory: '/teacher/course/step03/sketch.py'": True,
+    "raised RuntimeError in line 7: unable to open file </teacher/inbox/2.zip> in read-only mode: No such file": True,
+    "raised FileNotFoundError in line 7: [Errno 2] No such file or directory: '/home/me/data.csv'": False,
+    "raised OSError in line 7: /teacher/course/.venv/lib/libtorch.so: cannot open": False,
+    "raised OSError in line 7: /teacher/courses/a": False,
+    "Numbers and mechanism are right.": False,
+}
+
+
+@pytest.mark.parametrize("line", LOOKS_FOR)
+def test_whoever_looks_for_the_project_is_named(line, monkeypatch):
+    monkeypatch.setattr(grade.sys, "prefix", "/teacher/course/.venv")
+    hidden = Path("/teacher/course"), Path("/teacher/inbox"), Path(tempfile.gettempdir())
+    assert bool(grade.looks_for(Checked("a", feedback=["It is wrong.", line]), hidden)) == LOOKS_FOR[line]
 
 
 READS = {  # text of a file, by ways of which no audit hook hears

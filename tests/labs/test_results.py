@@ -62,6 +62,21 @@ def test_what_a_busy_machine_cut_off_is_checked_again(tmp_path, monkeypatch, cap
         found = Checked(TABLE.id, 0.5)  # by now, it is known
 
 
+def test_characters_that_turn_lines_around_are_shown_by_their_numbers(tmp_path):
+    """A reader of the page sees what Python reads, in the same order."""
+    write = lab("write-03-a")
+    write.start(tmp_path, 7)
+    text = (tmp_path / "sketch.py").read_text() + "x = '\u202e\u2066<b>\u2028'\nname\u200b = 'é\t'\n"
+    files, about = {"sketch.py": text.replace("\n", "\r\n").encode()}, {"labs": {}}
+    row = rows.Row(rows.Student(7, "A\u202eb"), "a.zip", submit.Submission(tmp_path, about, {write.id: files}, ()))
+    row.results[write.id] = Checked(write.id, 1.0, ["found \u2069"])
+    page = marker.write_page([row], [write.id], tmp_path / "marker.html").read_text()
+    assert all(each.isprintable() or each in "\n\t" for each in page)
+    odd = [f"<span class=odd>\\{each}</span>" for each in ("u202e", "u2066", "u2028", "u200b", "u2069")]
+    assert f"<ins>+x = &#x27;{odd[0]}{odd[1]}&lt;b&gt;{odd[2]}&#x27;</ins>\n<ins>+name{odd[3]} = &#x27;é\t" in page
+    assert f"A{odd[0]}b" in page and f"found {odd[4]}" in page and "sketch.py has 4 characters" in page
+
+
 def test_a_damaged_file_is_its_student_s(tmp_path):
     (tmp_path / "submission-8.zip").write_bytes(b"PK\x03\x04 cut off")
     (tmp_path / "submission-9.zip").write_bytes(b"PK\x03\x04 cut off")
