@@ -3,6 +3,7 @@
     python -m common.experiments.lesson_times         # all lessons, several minutes: it runs every command
     python -m common.experiments.lesson_times 3 4
     python -m common.experiments.lesson_times --sections 3    # by sections, for those who teach it
+    python -m common.experiments.lesson_times --read          # in a second, as it runs nothing
 
 Reading is 200 words per minute, a common estimate for texts that one studies. Code counts like prose: the lesson with
 its excerpts and its answers, and the sketch. Every line of every ```bash block is run as it is written. What readers
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import common.entry  # noqa: F401
 from common.drawing.tables import print_table
+from common.errors import UsageError
+from common.launching.command_line import OneLineParser, one_line_errors, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS_PER_MINUTE = 200
@@ -45,23 +48,30 @@ def seconds(command: str) -> float:
     return time.perf_counter() - began
 
 
-def main() -> None:
+@one_line_errors
+def main(argv: list[str]) -> None:
     """Print one row per lesson, or per section."""
-    by_section, numbers, rows = "--sections" in sys.argv, [each for each in sys.argv[1:] if each[0] != "-"], []
-    for lesson in sorted(ROOT.glob("step*/README.md")):
-        folder, text = lesson.parent, lesson.read_text(encoding="utf-8")
-        if numbers and folder.name[5:6] not in numbers:
-            continue
+    lessons = {int(path.parent.name[4:6]): path for path in sorted(ROOT.glob("step*/README.md"))}
+    parser = OneLineParser(prog="python -m common.experiments.lesson_times", description=summary(__doc__))
+    parser.add_argument("lessons", type=int, nargs="*", metavar="N", help="numbers of lessons; by default, all")
+    parser.add_argument("--sections", action="store_true", help="a row for each section")
+    parser.add_argument("--read", action="store_true", help="how long it takes to read them alone: run no command")
+    options, rows = parser.parse_args(argv), []
+    if unknown := set(options.lessons) - lessons.keys():
+        raise UsageError(f"there is no lesson {min(unknown)}: they are 1 to {max(lessons)}")
+    for number in options.lessons or lessons:
+        folder, text = lessons[number].parent, lessons[number].read_text(encoding="utf-8")
         parts = {folder.name: [text, (folder / "sketch.py").read_text(encoding="utf-8")]}
-        if by_section:
+        if options.sections:
             pieces = re.split(r"(?:^## |\A# )(.+)$", text, flags=re.MULTILINE)[1:]
             parts = {f"{folder.name[4:6]} {head}": [part] for head, part in zip(pieces[::2], pieces[1::2])}
         for name, texts in parts.items():
             read, lines = words(*texts), commands(texts[0])
-            total = sum(map(seconds, lines))
-            rows.append([name, f"{read:,}", f"{read / WORDS_PER_MINUTE:.0f} min", len(lines), f"{total:.0f} s"])
-    print_table("Each lesson", ["lesson", "words, with code", "to read", "commands", "they run"], rows)
+            row = [name, f"{read:,}", f"{read / WORDS_PER_MINUTE:.0f} min", len(lines)]
+            rows.append(row if options.read else [*row, f"{sum(map(seconds, lines)):.0f} s"])
+    heads = ["lesson", "words, with code", "to read", "commands", "they run"]
+    print_table("Each lesson", heads[: len(rows[0])], rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))
