@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common.drawing.figures import DIMENSIONS, SERIES, new_figure, write_png
+from common.launching.command_line import OneLineParser, one_line_errors, summary
 from common.process_groups import Degrees, all_groups, coordinates
 
 # Two of everything; on the eight ranks of a stage two groups of experts' holders, and two copies of what ZeRO shards
@@ -125,5 +126,12 @@ def _places_named(axis, places: np.ndarray, degrees: Degrees, node: int, per_lin
             axis.text(-0.12, row + 0.47, f"stage {stages.pop()}", **words)
 
 
-if __name__ == "__main__":
+@one_line_errors
+def main() -> None:
+    """Draw the glossary's picture."""
+    OneLineParser(prog="python -m common.drawing.groups", description=summary(__doc__)).parse_args()
     print(draw(Path(__file__).parent.parent / "figures" / "groups.png"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.harness.ranks import ROOT
 from tests.house.test_structure import MODULES, STEPS, imports_of, needed_by
 
@@ -89,6 +91,20 @@ def test_our_programs_prepare_their_process_before_they_load_torch():
         names = re.findall(r"^(?:from|import) ([\w.]+)", text_of(module), re.MULTILINE)
         first = next(name for name in names if name.partition(".")[0] not in sys.stdlib_module_names)
         assert first == "common.entry", f"{module}: {first} may load PyTorch with its own default"
+
+
+# What other processes start, sketches and demos that take no flags, and what wants ranks
+NO_HELP = r"labs\.(alone|forks|recheck|ragged|latent_ring)$|lockstep\.rank$|on_nodes$|sketch$"
+NO_HELP += r"|collectives_tour$|hangs$|autograd_primer$|type_checker$|^tests$"
+HELPFUL = sorted(module for module in PROGRAMS if not re.search(NO_HELP, module))
+WITHOUT_RUNNING = ["common.drawing.groups", "common.experiments.lesson_times"]  # and drawing
+
+
+@pytest.mark.parametrize("module", HELPFUL if os.environ.get("TEST_ALL") else WITHOUT_RUNNING)
+def test_help_is_all_that_a_program_does_when_asked_for_it(module):
+    command = [sys.executable, "-m", module.removesuffix(".__main__"), "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", timeout=60)
+    assert (done.returncode, done.stdout[:7]) == (0, "usage: "), done.stderr
 
 
 def test_a_process_has_one_thread_unless_told():
