@@ -97,7 +97,7 @@ def test_our_programs_prepare_their_process_before_they_load_torch():
 NO_HELP = r"labs\.(alone|forks|recheck|ragged|latent_ring)$|lockstep\.rank$|on_nodes$|sketch$"
 NO_HELP += r"|collectives_tour$|hangs$|autograd_primer$|type_checker$|^tests$"
 HELPFUL = sorted(module for module in PROGRAMS if not re.search(NO_HELP, module))
-WITHOUT_RUNNING = ["common.drawing.groups", "common.experiments.lesson_times"]  # and drawing
+WITHOUT_RUNNING = ["common.drawing.groups", "common.experiments.lesson_times"]  # they did all their work
 
 
 @pytest.mark.parametrize("module", HELPFUL if os.environ.get("TEST_ALL") else WITHOUT_RUNNING)

@@ -178,6 +178,7 @@ def test_the_project_of_whoever_grades_is_not_there(way, tmp_path):
     if apart.OWN not in found.network:
         pytest.skip("this system gives no namespace of processes")
     assert found.score == 0, found
+    assert way != "readline" or grade.looks_for(found, Limits().hidden), found
 
 
 @slow
