@@ -152,7 +152,7 @@ def attempt(said: Path) -> str:
         apart.give_up_rights()
         try:
             command = [sys.executable, "-c", "import torch, common.labs.find"]
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
             why = done.stderr.strip().splitlines()[-1:] if done.returncode else ["it runs"]
             said.write_text(why[0] if why else f"it ends with status {done.returncode}", encoding="utf-8")
         except OSError as error:
