@@ -45,6 +45,13 @@ def waits_for_messages(notes: Notes) -> Iterator[str]:
         yield f"the {call} in line {call.line} is never waited for{more}: it may not have happened yet."
 
 
+def leaves_inputs(notes: Notes) -> Iterator[str]:
+    """One sentence if something was changed that the caller still needs."""
+    for name, line in notes.changed[:1]:
+        where = f"in line {line}, your file" if line else "your file"
+        yield f"{where} writes into `{name}`, which the caller still needs: make a new tensor."
+
+
 def hides(notes: Notes, op: str, but: int = 1) -> Iterator[str]:
     """One sentence if a call is waited for before anything else is computed; not for the last `but` calls."""
     calls = notes.of(op)

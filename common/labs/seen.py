@@ -88,6 +88,7 @@ class Notes:
     peak: int = 0  # the most bytes of tensors made here that lived at the same time
     largest: list[Held] = field(default_factory=list)  # of what lived at the peak, the largest first
     unwaited: list[SeenCall] = field(default_factory=list)  # messages that were never waited for
+    changed: list[tuple[str, int]] = field(default_factory=list)  # what the caller still needs; line that wrote into it
     counts: Counter = field(default_factory=Counter)  # what the lab itself counts, by `count`
     allowed: float = 0.0  # how many bytes of memory are enough, once a rule has looked
 
@@ -121,6 +122,8 @@ class Watching(TorchDispatchMode):
         self._lent = False  # whether gloo may still refer to something that it has sent
         self._in_flight: dict[Work, SeenCall] = {}  # messages; gloo may give up what nobody refers to
         self.waiting: SeenCall | None = None  # the message that is being waited for
+        self._needed: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # name, what must stay as it is, and a copy
+        self._changed: dict[str, int] = {}  # name -> line after which it was another
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -135,6 +138,9 @@ class Watching(TorchDispatchMode):
     def __exit__(self, *error) -> None:
         Work.wait = self._wait
         self.notes.unwaited = list(self._in_flight.values())
+        self._compare(0)
+        still = {name for name, now, before in self._needed if not _same(now, before)}  # and was not put back
+        self.notes.changed = [each for each in self._changed.items() if each[0] in still]
         super().__exit__(*error)
 
     def _note_wait(self, wait):
@@ -170,6 +176,7 @@ class Watching(TorchDispatchMode):
         if call and call.peer is not None:
             self._in_flight[Work.unbox(out)] = call
         self._measure((args, kwargs, out), line)
+        self._compare(line)
         return out
 
     def hold(self, tensor: torch.Tensor, line: int = 0) -> None:
@@ -187,6 +194,16 @@ class Watching(TorchDispatchMode):
         """Its bytes without those that were given: one that was given may grow."""
         _, given = self._ours.get(storage._cdata, (None, 0))
         return max(0, storage.nbytes() - given)
+
+    def need(self, name: str, tensor: torch.Tensor) -> None:
+        """Note if this is another when all is done."""
+        self._needed.append((name, tensor, tensor.detach().clone()))
+
+    def _compare(self, line: int) -> None:
+        """Remember the line if what the caller needs has just been changed."""
+        for name, now, before in self._needed:
+            if name not in self._changed and not _same(now, before):
+                self._changed[name] = line
 
     def _line(self, frame) -> int:
         return line_of(self.file, frame, self.helpers)
@@ -257,6 +274,13 @@ def lend(tensors: list[torch.Tensor]) -> None:
             mode.hold(tensor)
 
 
+def keep(**tensors: torch.Tensor) -> None:
+    """Say of these, by the names that a student knows, that the caller still needs them as they are."""
+    for mode in _watching():
+        for name, tensor in tensors.items():
+            mode.need(name, tensor)
+
+
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
     """What runs inside is not in the notes that are being taken: the lab does it, and not the student."""
@@ -287,6 +311,11 @@ def line_of(file: str, frame, helpers: Collection[str] = ()) -> int:
 
 def _tensors(tree) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _same(now: torch.Tensor, before: torch.Tensor) -> bool:
+    with _disable_current_modes():
+        return now.shape == before.shape and now.dtype == before.dtype and torch.equal(now.detach(), before)
 
 
 def _bytes(tree) -> int:

@@ -18,7 +18,7 @@ from common.labs.find import ROOT
 from common.labs.graded import USUALLY, Expected, Graded
 from common.labs.lab import Lab, Verdict
 from common.labs.ranks import Case, Outcome, run_on_ranks
-from common.labs.rules import waits_for_messages
+from common.labs.rules import leaves_inputs, waits_for_messages
 from common.labs.seen import Notes
 
 NUMBERS = 0.75  # of the score; the rest is for the mechanism
@@ -92,7 +92,7 @@ class WriteLab(Writing):
         return [Graded(case, self.expect(case), [values for values, _ in results]) for case, results in pairs]
 
     def _faults(self, case: Case, rank: int, notes: Notes) -> list[str]:
-        return [*self.judge(case, rank, notes), *waits_for_messages(notes)]
+        return [*leaves_inputs(notes), *self.judge(case, rank, notes), *waits_for_messages(notes)]
 
     def grade(self, cases: list[Case], outcome: Outcome) -> Verdict:
         """The verdict on what ranks returned, and what they did."""

@@ -94,7 +94,8 @@ def _read_notes(found: dict) -> Notes:
     waits = [(_is(int, line), _is(int, products)) for line, products in found["waits"]]
     largest = [Held(_is(int, size), _numbers(shape), _is(int, line)) for size, shape, line in found["largest"]]
     products, peak = _is(int, found["products"]), _is(int, found["peak"])
-    return Notes(calls, waits, products, peak, largest, unwaited, counts)
+    changed = [(_is(str, name), _is(int, line)) for name, line in found["changed"]]
+    return Notes(calls, waits, products, peak, largest, unwaited, changed, counts)
 
 
 def _read_call(op, size, members, line, products, peer) -> SeenCall:

@@ -6,7 +6,7 @@ import torch
 
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most
-from common.labs.seen import Notes, count
+from common.labs.seen import Notes, count, keep
 from common.labs.write import Expected, WriteLab, page
 
 # ---- write-01-a: micro-batches and recomputation by hand -------------------------------------------------------------
@@ -52,6 +52,7 @@ def take_step(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
         masters, dtype = [[weight.float() for weight in layer] for layer in masters], torch.bfloat16
         samples, targets = samples.float(), targets.float()
     student.LEARNING_RATE = _Rate(0.2)
+    keep(samples=samples, targets=targets)  # masters are what a step changes
     loss, most = student.train_step(masters, samples, targets, case.micro_batches, case.recompute, dtype)
     bits = torch.finfo(loss.dtype).bits if isinstance(loss, torch.Tensor) else 64
     loss = loss.double() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
@@ -171,6 +172,7 @@ def _pass(case: Case, around, beginning=lambda dy: dy) -> dict[str, torch.Tensor
     """Forward and backward of layers, each within `around`. A layer takes a number, hidden states, places and gates."""
     x, dy, gates, ups, downs = _layers(case)
     y, places = x, torch.arange(case.samples).flip(0)
+    keep(inputs=x, gates=gates, places=places)
     for number in range(case.layers):
 
         def layer(scale, y, places, gate, number=number):

@@ -4,7 +4,7 @@ import torch
 
 from common.labs.ranks import Case
 from common.labs.rules import hides, multiplies_at_most, sends_at_most
-from common.labs.seen import Notes
+from common.labs.seen import Notes, keep
 from common.labs.write import Expected, WriteLab, page
 
 # ---- write-02-a: buckets ---------------------------------------------------------------------------------------------
@@ -23,6 +23,7 @@ def send_buckets(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
     student.LAYERS, student.WIDTH, student.BUCKET = case.layers, case.width, case.bucket
     activations = student.forward(weights, x.chunk(case.ranks)[rank])
     dy = 2 * (activations[-1] - target.chunk(case.ranks)[rank]) / target.numel()
+    keep(weights=weights, x=activations[0], dy=dy)
     gradients = student.backward(weights, activations, dy)
     return {f"gradient of layer {layer}": gradients[layer] for layer in reversed(range(case.layers))}
 

@@ -5,7 +5,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, sends_at_most
-from common.labs.seen import Notes, count, lend, patiently
+from common.labs.seen import Notes, count, keep, lend, patiently
 from common.labs.write import Expected, WriteLab, page
 
 KEPT = "gathered while the last weight is there"
@@ -26,6 +26,7 @@ def run(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
     x, target = x.chunk(case.ranks)[rank].clone(), target.chunk(case.ranks)[rank].clone()
     del weights
     lend(shards)
+    keep(x=x, target=target)  # shards are what a step changes
     student.gather = _that_counts(student.gather, case.width)
     values = {}
     for step in range(2):

@@ -4,7 +4,7 @@ import torch
 
 from common.labs.ranks import Case
 from common.labs.rules import sends_at_most
-from common.labs.seen import Notes, unseen
+from common.labs.seen import Notes, keep, unseen
 from common.labs.write import Expected, WriteLab, page
 
 
@@ -20,6 +20,7 @@ def divide(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
     x, scale, w1, w2, dy = _drawn(case)
     x, w2, dy = (each.chunk(case.ranks)[rank].clone() for each in (x, w2, dy))
     w1 = w1.chunk(case.ranks, dim=1)[rank].contiguous()
+    keep(x=x, scale=scale, w1=w1, w2=w2, dy=dy)
     y, hidden = student.forward(x, scale, w1, w2)
     with unseen():  # a pipeline does so as well: the forward of other tokens before the backward of these
         student.forward(-x, scale, w1, w2)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from common.group import Group
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, sends_at_most
-from common.labs.seen import Notes
+from common.labs.seen import Notes, keep
 from common.labs.write import Expected, WriteLab, page
 
 NOTHING_BUT_PADDING = (
@@ -51,14 +51,13 @@ def lose(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
     logits, targets = _logits(case)
     narrow = isinstance(case, Narrow)
     mine = logits.chunk(case.ranks, dim=-1)[rank].clone().to(torch.bfloat16 if narrow else torch.float64)
-    before = mine.clone()
     mine.requires_grad_()
+    keep(logits=mine, targets=targets)
     group = Group("tp", tuple(range(case.ranks)), rank, dist.group.WORLD, "gloo")
     losses = student.vocab_parallel_cross_entropy(mine, targets, case.vocab, group)
     (losses * _shares(case).to(losses.dtype)).sum().backward()
     values = {"bits of the loss": torch.tensor(torch.finfo(losses.dtype).bits)} if narrow else {}
-    values |= {"loss": losses.detach().sum().double(), "gradient of the logits": mine.grad}
-    return values | {"logits are as they were": torch.tensor(float(mine.detach().equal(before)))}
+    return values | {"loss": losses.detach().sum().double(), "gradient of the logits": mine.grad}
 
 
 def expect_loss(case: Case) -> list[Expected]:
@@ -130,9 +129,6 @@ def expect_loss(case: Case) -> list[Expected]:
             "float64 takes twice the memory: convert to `at_least_float32`, which leaves what is wide as it is.": {
                 "bits of the loss": torch.tensor(64)
             },
-            "the forward writes into the logits that it was given, and others may still need them: copy them once.": {
-                "logits are as they were": torch.tensor(0.0)
-            },
             "the loss is minus the logarithm of a probability, and the minus is missing.": {"loss": -whole["loss"]},
             "the gradient that arrives is a factor of each token's gradient.": {"gradient of the logits": unscaled},
             "each token has a gradient of its own that arrives: not one for all of them, such as their mean.": [
@@ -167,7 +163,7 @@ def expect_loss(case: Case) -> list[Expected]:
             "that begins with a negative number begins so far from the end.": of(late, logits.shape[-1], rank),
         }
         right = {"bits of the loss": torch.tensor(32)} if narrow else {}
-        right |= of(slice(None), case.vocab, rank) | {"logits are as they were": torch.tensor(1.0)}
+        right |= of(slice(None), case.vocab, rank)
         rough = {"loss": 1e-5, "gradient of the logits": 0.005} if narrow else {}
         found.append(Expected.of(right, mistakes, rough, NOTHING_BUT_PADDING if beyond.max() >= 0 else infinite))
     return found

@@ -3,7 +3,7 @@
 import torch
 
 from common.labs.ranks import Case
-from common.labs.seen import Notes
+from common.labs.seen import Notes, keep
 from common.labs.write import Expected, WriteLab, page
 from step05_pipeline.labs.rows import Row, Turned, drawn, look_at_messages, newest_taken, row
 from step05_pipeline.schedules.actions import Schedule, looped
@@ -18,6 +18,9 @@ def run_row(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
     student.MICRO_BATCHES = case.micro_batches
     mine = [weight.clone().requires_grad_() for weight in weights.chunk(case.ranks)[rank]]
     look_at_messages(case, rank)
+    keep(samples=samples, targets=targets)
+    for layer, weight in enumerate(mine):
+        keep(**{f"weights[{layer}]": weight})
     loss, most = student.run(" ".join(row(case, rank)), mine, samples, targets)
     gradients = {f"gradient of my layer {layer}": mine[layer].grad for layer in reversed(range(case.layers))}
     return {"loss": loss, **gradients, "most micro-batches kept": torch.tensor(float(most))}

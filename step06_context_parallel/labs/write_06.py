@@ -5,7 +5,7 @@ from torch import Tensor
 
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, sends_at_most
-from common.labs.seen import Notes
+from common.labs.seen import Notes, keep
 from common.labs.write import Expected, WriteLab, page
 from step06_context_parallel.labs.rings import Steep, attention, drawn, places
 from step06_context_parallel.labs.wrong_attention import expect_attention, seen_by
@@ -17,6 +17,7 @@ def attend(student, case: Case, rank: int) -> dict[str, Tensor]:
     mine = places(case, rank)
     student.WIDTH, student.TOKENS = case.width, case.tokens
     q, k, v = (each[mine].clone() for each in drawn(case)[:3])
+    keep(q=q, k=k, v=v)
     out, lse = student.forward(q, k, v)
     return {"lse": lse, "out": out}
 
@@ -42,7 +43,9 @@ def differentiate(student, case: Case, rank: int) -> dict[str, Tensor]:
     whole = drawn(case)
     out, lse = attention(case, *whole[:3])
     q, k, v, dout = (each[mine].clone() for each in whole)
-    return dict(zip(("dq", "dk", "dv"), student.backward(dout, q, k, v, out[mine], lse[mine])))
+    out, lse = out[mine], lse[mine]
+    keep(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    return dict(zip(("dq", "dk", "dv"), student.backward(dout, q, k, v, out, lse)))
 
 
 def _backward(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, list[tuple[Tensor, ...]]]:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from common.labs.ranks import Case
 from common.labs.rules import sends_at_most
-from common.labs.seen import Notes
+from common.labs.seen import Notes, keep
 from common.labs.write import Expected, WriteLab, page
 from step07_expert_parallel.labs.routing import (
     COUNTED,
@@ -22,6 +22,7 @@ from step07_expert_parallel.labs.routing import (
 def route(student, case: Case, rank: int) -> dict[str, Tensor]:
     x, router, ups, downs, _ = prepared(student, case, rank)
     student.exchange = _that_looks(student.exchange, rows_between(case), rank)
+    keep(x=x, router=router, ups=ups, downs=downs)
     y, kept = student.forward(x, router, ups, downs)
     return {"y": y} | _by_group(case, rank, *kept[1:4], *kept[6:])
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from common.labs.ranks import Case
 from common.labs.rules import sends_at_most
-from common.labs.seen import Notes
+from common.labs.seen import Notes, keep
 from common.labs.write import Expected, WriteLab, page
 from step07_expert_parallel.labs.routing import LAB, bytes_of_a_trip, drawn, mix, prepared
 
@@ -14,6 +14,7 @@ def go_back(student, case: Case, rank: int) -> dict[str, Tensor]:
     torch.set_deterministic_debug_mode("warn")  # what is made empty is nan, and not 0 by chance
     x, router, ups, downs, dy = prepared(student, case, rank)
     _, kept = student.forward(x, router, ups, downs)
+    keep(dy=dy, router=router, ups=ups, downs=downs, x=x)
     return dict(zip(("dx", "drouter", "dups", "ddowns"), student.backward(dy, router, ups, downs, kept)))
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from common.labs.ranks import Case
 from common.labs.rules import SLACK, holds_at_most, sends_at_most
-from common.labs.seen import Notes, count
+from common.labs.seen import Notes, count, keep
 from common.labs.write import Expected, WriteLab, page
 
 SIZES = "heads", "plain", "rotated", "value", "latent"
@@ -229,6 +229,7 @@ def travel(student, case: Case, rank: int) -> dict[str, Tensor]:
     q, latent, key, dout, out = (each[..., mine, :] for each in (ring.q, ring.latent, ring.key, ring.dout, ring.out))
     q, latent, key, weight, dout = (each.to(narrow, copy=True) for each in (q, latent, key, ring.weight, dout))
     sums = torch.promote_types(narrow, torch.float32)
+    keep(q=q, latent=latent, key=key, weight=weight, dout=dout)
     found: dict[str, Tensor] = {}
     if case.way != "backward":
         found |= zip(("out", "lse"), student.forward(q, latent, key, weight))

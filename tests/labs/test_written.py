@@ -15,7 +15,8 @@ from common.labs.written import Failure, read_failure, read_result, write_failur
 
 NOTES = Notes(
     [SeenCall("all_reduce", 8, (0, 1), 3, 1), SeenCall("send", 8, (0, 1), 4, 1, 1)],
-    [(3, 1)], 2, 64, [Held(64, (2, 4), 7)], [SeenCall("send", 8, (0, 1), 4, 1, 1)], Counter(forwards=3),
+    [(3, 1)], 2, 64, [Held(64, (2, 4), 7)], [SeenCall("send", 8, (0, 1), 4, 1, 1)], [("x", 5)],
+    Counter(forwards=3),
 )  # fmt: skip
 
 
