@@ -15,7 +15,7 @@ def pass_on(mine: Tensor) -> Tensor:
 
 
 def ring_all_reduce(tensor: Tensor) -> None:
-    """Replace `tensor` by its sum over all ranks. The ranks divide its length."""
+    """Replace `tensor` by its sum over all ranks. It has any shape; the ranks divide its first dimension."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # --- write this yourself ---
     parts = tensor.chunk(ranks)  # views: what is written to them is written to the tensor

@@ -166,10 +166,12 @@ def test_a_file_that_checks_itself():
 
 
 @pytest.mark.skipif(not ALL, reason="TEST_ALL")
-def test_what_a_handout_lets_one_try(tmp_path):
-    """The example of write-04-b, with the reference."""
-    (tmp_path / "vocab_parallel.py").write_text((ROOT / "step04_tensor_parallel/vocab_parallel.py").read_text())
-    code = re.search(r"^    import torch\n(?:    .*\n|\n)+", LABS["write-04-b"].task + "\n", re.MULTILINE)[0]
+@pytest.mark.parametrize("id, ranks, said", [("write-02-b", 3, ": True"), ("write-04-b", 2, "loss 0.63, gradient")])
+def test_what_a_handout_lets_one_try(id, ranks, said, tmp_path):
+    """An example, with the reference."""
+    source = ROOT / LABS[id].source
+    (tmp_path / source.name).write_text(source.read_text())
+    code = re.search(r"^    import torch\n(?:    .*\n|\n)+", LABS[id].task + "\n", re.MULTILINE)[0]
     (tmp_path / "try.py").write_text(textwrap.dedent(code))
-    done = torchrun(2, "try.py", cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
-    assert done.stdout.count("loss 0.63, gradient") == 2, done
+    done = torchrun(ranks, "try.py", cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert done.stdout.count(said) == ranks, done
