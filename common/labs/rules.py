@@ -22,6 +22,12 @@ def sends_at_most(notes: Notes, most: float, why: dict[str, str]) -> Iterator[st
         yield text
 
 
+def works_at_most(notes: Notes, most: float, what: str) -> Iterator[str]:
+    """One sentence if matrix products take more multiplications: something is computed twice, or for nothing."""
+    if notes.multiplied > SLACK * most:
+        yield f"its matrix products take {notes.multiplied:,} multiplications, and {most:,.0f} are enough. {what}"
+
+
 def holds_at_most(notes: Notes, most: float, what: str) -> Iterator[str]:
     """One sentence if more bytes of new tensors lived at once."""
     notes.allowed = most

@@ -89,6 +89,7 @@ class Notes:
     largest: list[Held] = field(default_factory=list)  # of what lived at the peak, the largest first
     unwaited: list[SeenCall] = field(default_factory=list)  # messages that were never waited for
     changed: list[tuple[str, int]] = field(default_factory=list)  # what the caller still needs; line that wrote into it
+    multiplied: int = 0  # pairs of numbers, in all matrix products
     counts: Counter = field(default_factory=Counter)  # what the lab itself counts, by `count`
     allowed: float = 0.0  # how many bytes of memory are enough, once a rule has looked
 
@@ -172,6 +173,7 @@ class Watching(TorchDispatchMode):
                 self.notes.calls.append(call)
         elif name in PRODUCTS:
             self.notes.products += len(args[1]) if args[1].dim() == 3 else 1
+            self.notes.multiplied += args[-2].numel() * (args[-1].shape[-1] if args[-1].dim() > 1 else 1)
         out = function(*args, **(kwargs or {}))
         if call and call.peer is not None:
             self._in_flight[Work.unbox(out)] = call
@@ -194,16 +196,6 @@ class Watching(TorchDispatchMode):
         """Its bytes without those that were given: one that was given may grow."""
         _, given = self._ours.get(storage._cdata, (None, 0))
         return max(0, storage.nbytes() - given)
-
-    def need(self, name: str, tensor: torch.Tensor) -> None:
-        """Note if this is another when all is done."""
-        self._needed.append((name, tensor, tensor.detach().clone()))
-
-    def _compare(self, line: int) -> None:
-        """Remember the line if what the caller needs has just been changed."""
-        for name, now, before in self._needed:
-            if name not in self._changed and not _same(now, before):
-                self._changed[name] = line
 
     def _line(self, frame) -> int:
         return line_of(self.file, frame, self.helpers)
@@ -248,6 +240,16 @@ class Watching(TorchDispatchMode):
         """Whether what is alive is no more than has been."""
         self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
         return sum(held.bytes for _, held in self._alive.values()) <= self.notes.peak
+
+    def need(self, name: str, tensor: torch.Tensor) -> None:
+        """Note if this is another when all is done."""
+        self._needed.append((name, tensor, tensor.detach().clone()))
+
+    def _compare(self, line: int) -> None:
+        """Remember the line if what the caller needs has just been changed."""
+        for name, now, before in self._needed:
+            if name not in self._changed and not _same(now, before):
+                self._changed[name] = line
 
 
 def patiently(done: Callable[[], bool]) -> bool:

@@ -95,7 +95,8 @@ def _read_notes(found: dict) -> Notes:
     largest = [Held(_is(int, size), _numbers(shape), _is(int, line)) for size, shape, line in found["largest"]]
     products, peak = _is(int, found["products"]), _is(int, found["peak"])
     changed = [(_is(str, name), _is(int, line)) for name, line in found["changed"]]
-    return Notes(calls, waits, products, peak, largest, unwaited, changed, counts)
+    multiplied = _is(int, found["multiplied"])
+    return Notes(calls, waits, products, peak, largest, unwaited, changed, multiplied, counts)
 
 
 def _read_call(op, size, members, line, products, peer) -> SeenCall:

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from common.labs.ranks import Case
-from common.labs.rules import holds_at_most
+from common.labs.rules import holds_at_most, works_at_most
 from common.labs.seen import Notes, count, keep
 from common.labs.write import Expected, WriteLab, page
 
@@ -14,9 +14,24 @@ from common.labs.write import Expected, WriteLab, page
 
 def _batch(case: Case) -> tuple[list[list[torch.Tensor]], torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(case.seed)
-    ups, downs = torch.randn(2, case.layers, case.width, case.hidden, generator=random, dtype=torch.float64) * 0.1
-    layers = [[up.clone(), down.T.contiguous()] for up, down in zip(ups, downs)]
-    return layers, *torch.randn(2, case.samples, case.width, generator=random, dtype=torch.float64)
+    while True:
+        ups, downs = torch.randn(2, case.layers, case.width, case.hidden, generator=random, dtype=torch.float64) * 0.1
+        layers = [[up.clone(), down.T.contiguous()] for up, down in zip(ups, downs)]
+        x, target = torch.randn(2, case.samples, case.width, generator=random, dtype=torch.float64)
+        if not isinstance(case, Narrow) or _same_signs(layers, x):
+            return layers, x, target
+
+
+def _same_signs(layers: list[list[torch.Tensor]], x: torch.Tensor) -> bool:
+    """Whether bfloat16 has the same numbers behind relu as float64: a sign that flips changes a gradient by a lot."""
+    y = x.bfloat16()
+    for up, down in layers:
+        before, narrow = x @ up, y @ up.bfloat16()
+        near = 0.003 * before.std()  # another order of additions may flip these
+        if (before.sign() != narrow.sign()).any() or torch.minimum(before.abs(), narrow.abs()).min() < near:
+            return False
+        x, y = x + before.relu() @ down, y + narrow.relu() @ down.bfloat16()
+    return True
 
 
 class Narrow(Case):
@@ -76,14 +91,22 @@ def expect_step(case: Case) -> list[Expected]:
     layers, x, target = _batch(case)
     chunks = list(zip(x.chunk(case.micro_batches), target.chunk(case.micro_batches)))
 
-    def updated(skip: bool = False, masked: bool = True, share=lambda y: 1.0, parts=chunks) -> dict[str, torch.Tensor]:
-        """What a step changes, with the losses of these micro-batches times their `share`."""
+    def updated(
+        skip: bool = False, masked: bool = True, share=lambda y: 1.0, parts=chunks, positive: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """What a step changes, with the losses of these micro-batches times their `share`.
+
+        Args:
+            positive: behind the relu, what is negative of a gradient is set to 0.
+        """
         now, total = [[weight.clone() for weight in layer] for layer in layers], 0.0
         flat = [weight.requires_grad_() for layer in now for weight in layer]
         for y, wanted in parts:
             for up, down in now:
                 hidden = y @ up
                 hidden = hidden.relu() if masked else hidden + (hidden.relu() - hidden).detach()
+                if positive:
+                    hidden.register_hook(torch.relu)
                 y = (y.detach() if skip else y) + hidden @ down
             total = total + share(y) * (y - wanted).square().sum() / target.numel()
         gradients = torch.autograd.grad(total, flat)
@@ -118,6 +141,11 @@ def expect_step(case: Case) -> list[Expected]:
             updated(skip=True)
         ),
         "the relu's derivative is missing: where hidden is 0, its gradient is 0, too.": updated(masked=False),
+        "the gradient was set to 0 where it is negative itself. The relu asks for the sign of its input: gradients of "
+        "either sign pass where hidden is larger than 0, and none where it is 0.": [
+            updated(masked=False, positive=True),
+            updated(positive=True),
+        ],
         "the square's derivative is 2 times the error, and the 2 is missing.": (
             {name: value / 2 for name, value in weights.items()}
         ),
@@ -148,6 +176,9 @@ def errors_of_types(case: Case) -> dict[str, str]:
 
 
 def judge_step(case: Case, rank: int, notes: Notes):
+    product = case.samples * case.width * case.hidden * case.layers  # two in the forward, four in the backward
+    what = "Where `recompute` is set, each layer's forward runs once more; otherwise `hidden` is kept, and none does."
+    yield from works_at_most(notes, (8 if case.recompute else 6) * product, what)
     if isinstance(case, Narrow):
         return
     weights = 3 * 2 * case.layers * case.width * case.hidden  # copies, sums of gradients, and gradients in the making

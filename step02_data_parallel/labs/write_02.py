@@ -156,6 +156,18 @@ def expect_sums(case: Case) -> list[Expected]:
                 now[rank, to] = adds * before[rank, to] + came
         return now.flatten(1, 2)
 
+    def gone(first: int, second: int, step: int = -1) -> torch.Tensor:
+        """After so many hops of each phase, in which numbers of parts change by `step` from hop to hop."""
+        now = tensors.unflatten(1, (ranks, -1)).clone()
+        for hops, adds in ((first, True), (second, False)):
+            sends, writes = (0, step) if adds else (1, 0)
+            for hop in range(hops):
+                before = now.clone()
+                for rank in range(ranks):
+                    to, came = (rank + writes + step * hop) % ranks, (rank - 1 + sends + step * hop) % ranks
+                    now[rank, to] = adds * before[rank, to] + before[rank - 1, came]
+        return now.flatten(1, 2)
+
     early = (
         "what goes around in the second phase is no complete part. Does the first phase add what arrives? And which "
         "part does a rank have whole by then?"
@@ -170,6 +182,16 @@ def expect_sums(case: Case) -> list[Expected]:
         "complete parts go around, but are added to what is there: in the second phase, what arrives takes the "
         "place of a rank's own part (copy_).": second(1, 0, adds=True),
         "complete parts go around, but are written where other parts belong.": second(1, 1),
+        "the first phase ends a hop too early, so no part has the numbers of all ranks: it takes N-1 hops.": (
+            gone(ranks - 2, ranks - 1)
+        ),
+        "the second phase ends a hop too early, so complete parts do not reach every rank: it takes N-1 hops.": (
+            gone(ranks - 1, ranks - 2)
+        ),
+        "the numbers of parts go around in the wrong direction. Messages go to the next rank, so a rank passes on what "
+        "has just come from the one before: from hop to hop, numbers become smaller by 1.": (
+            gone(ranks - 1, ranks - 1, step=1)
+        ),
     }
     total = parts(tensors.sum(0))
     return [Expected.of(total, {text: parts(each[r]) for text, each in wrong.items()}) for r in range(ranks)]

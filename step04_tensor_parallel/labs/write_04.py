@@ -3,7 +3,7 @@
 import torch
 
 from common.labs.ranks import Case
-from common.labs.rules import sends_at_most
+from common.labs.rules import sends_at_most, works_at_most
 from common.labs.seen import Notes, keep, unseen
 from common.labs.write import Expected, WriteLab, page
 
@@ -37,7 +37,7 @@ def expect_division(case: Case) -> list[Expected]:
     through = (dy @ w2.T) * (x * scale @ w1 > 0)  # the gradient in front of the relu
     before = x * scale @ w1
     unmasked = torch.autograd.grad((before + (before.relu() - before).detach()) @ w2, (x, scale, w1), dy)
-    found = []
+    mixed, found = _mixed(case), []
     for rank in range(ranks):
         y, dx, dw2 = (whole[each].chunk(ranks)[rank] for each in (0, 1, 4))
         dw1 = whole[3].chunk(ranks, dim=1)[rank]
@@ -68,11 +68,36 @@ def expect_division(case: Case) -> list[Expected]:
             "the first product takes x times `scale`, and so does the gradient of its weight.": {
                 "dw1": (x.T @ through).detach().chunk(ranks, dim=1)[rank]
             },
+            "dw1 and dw2 are of the rank's own columns, and all tokens are in them already: nothing needs a sum.": [
+                {"dw1": sum(whole[3].chunk(ranks, dim=1))},
+                {"dw2": sum(whole[4].chunk(ranks))},
+            ],
+            "ranks gather in different orders: one gathers dy where another gathers x, and each gets some of both. All "
+            "ranks must call collectives in the same order.": [each[rank] for each in mixed],
             "the backward met what another forward has left behind, as other tokens may pass before it comes: gather "
             "again what it is not given.": {"dw1": -dw1},
         }
         right = {"y": y, "dx": dx, "dscale": whole[2], "dw1": dw1, "dw2": dw2}
         found.append(Expected.of(right, mistakes))
+    return found
+
+
+def _mixed(case: Case) -> list[list[dict[str, torch.Tensor]]]:
+    """What each rank has if some gather x and then dy, and others dy first; for each choice of those."""
+    (x, scale, w1, w2, dy), ranks, found = _drawn(case), case.ranks, []
+    columns = list(zip(w1.chunk(ranks, dim=1), w2.chunk(ranks)))
+    for choice in range(1, 2 ** (ranks - 1)):  # the last rank gathers dy first
+        some = [bool(choice >> rank & 1) for rank in range(ranks)]
+        early = torch.tensor(some).repeat_interleave(case.tokens // ranks)[:, None]
+        first, second = torch.where(early, x * scale, dy), torch.where(early, dy, x * scale)
+        weights, dscaled = [], torch.zeros_like(x)
+        for (up, down), takes_x in zip(columns, some):
+            tokens, gradient = (first, second) if takes_x else (second, first)
+            hidden = torch.relu(x * scale @ up)
+            dhidden = (gradient @ down.T) * (hidden > 0)
+            weights.append({"dw1": tokens.T @ dhidden, "dw2": hidden.T @ gradient})
+            dscaled += dhidden @ up.T
+        found.append([{"dx": dx} | each for dx, each in zip((dscaled * scale).chunk(ranks), weights)])
     return found
 
 
@@ -90,6 +115,10 @@ def errors_of_shapes(case: Case) -> dict[str, str]:
 
 def judge_division(case: Case, rank: int, notes: Notes):
     tokens, scale = 8 * case.tokens * case.width, 8 * case.width
+    product = case.tokens * case.width * case.hidden // case.ranks
+    what = "Two products in the forward and four in the backward are all: `hidden` tells what the first two have found."
+    small = 2 * case.tokens * case.width  # such as dscale's, by einsum
+    yield from works_at_most(notes, 6 * product + small, what)
     if case.ranks > 1 and (whole := notes.of("all_reduce", least=tokens)):
         yield (
             f"the all_reduce in line {whole[0].line} sends {whole[0].sent:,.0f} bytes, and gives every rank the sums "
@@ -97,7 +126,8 @@ def judge_division(case: Case, rank: int, notes: Notes):
         )
         return
     if case.ranks > 1 and len(sums := notes.of("all_reduce")) > 1:
-        yield f"{len(sums)} all-reduces are sent, and one is enough, for dscale. The second is in line {sums[1].line}."
+        largest = max(reversed(sums), key=lambda call: call.bytes)
+        yield f"{len(sums)} all-reduces are sent, and one is enough, for dscale. Line {largest.line} has another."
     why = {
         "all_gather": "tokens are gathered before a product; what is between the two products stays where it is.",
         "all_reduce": "only dscale is a part of a sum.",

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from common.labs.ranks import Case
-from common.labs.rules import holds_at_most, sends_at_most
+from common.labs.rules import holds_at_most, sends_at_most, works_at_most
 from common.labs.seen import Notes, keep
 from common.labs.write import Expected, WriteLab, page
 from step06_context_parallel.labs.rings import Steep, attention, drawn, places
@@ -29,6 +29,12 @@ def judge_attention(case: Case, rank: int, notes: Notes):
         "send": "after N - 1 hops, keys and values have been on every rank, and what is sent later helps no one.",
     }
     yield from sends_at_most(notes, (case.ranks - 1) * 2 * row, why)
+    came = sum(call.bytes for call in notes.of("receive"))
+    if came < 2 * row * (case.ranks - 1) and {call.op for call in notes.calls} <= {"send", "receive"}:
+        yield f"keys and values of {came // (2 * row)} other ranks have come, and there are {case.ranks - 1} of them."
+    pairs = (case.tokens // case.ranks) ** 2 * (case.ranks + 1) / 2  # of a query and a key
+    what = "Of another rank's block, every query that `block` returns sees every key: leave out what is all masked."
+    yield from works_at_most(notes, 2 * pairs * case.width, what)
     scores = 8 * (case.tokens // case.ranks) ** 2
     what = "At any time a rank needs the keys and values of one other rank, and the scores with these."
     yield from holds_at_most(notes, 9 * row + 6 * scores, what)

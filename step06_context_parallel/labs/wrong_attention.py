@@ -8,7 +8,8 @@ from common.labs.write import Expected
 from step06_context_parallel.labs.rings import Steep, attention, drawn, places
 
 STEEP = (
-    "exp(score) alone is infinite, or 0, where scores are large: subtract the lse of the keys so far and these first."
+    "exp(score) alone is infinite, or 0, where scores are large. `logsumexp` subtracts a row's largest score before it "
+    "takes exp; weights are exp(score - lse), with the lse of the keys so far and these."
 )
 EMPTY_ROW = "a row of -inf has no softmax: does `block` return queries that see no key?"
 
@@ -21,7 +22,7 @@ def seen_by(case: Case, rank: int, sign: int = -1, before: str = "all early", af
         before, after: which half of my queries sees which half of the keys of an earlier rank, and of a later one.
     """
     half = case.tokens // case.ranks // 2
-    halves = {"all": slice(None), "early": slice(0, half), "late": slice(half, None)}
+    halves = {"all": slice(None), "early": slice(0, half), "late": slice(half, None), "none": slice(0)}
     mine, seen = places(case, rank), torch.ones(case.tokens, case.tokens, dtype=torch.bool).tril()
     for hop in range(1, case.ranks):
         theirs, source = places(case, (rank - hop) % case.ranks), (rank + sign * hop) % case.ranks
@@ -77,6 +78,10 @@ def expect_attention(case: Case) -> list[Expected]:
                 of(causal, k=k[stay], v=v[stay])
             ),
             "these queries have seen the rank's own keys only. The others must come around the ring.": of(causal & own),
+            "this is a sequence cut into one piece per rank: a smaller rank's keys all come before mine, and a larger "
+            "one's all after. Here each rank has an early part and a late one, so `block` returned the wrong halves.": (
+                of(seen_by(case, rank, before="all all", after="none none"))
+            ),
             "queries see keys that come after them. Is the rank's own block masked?": of(causal | own),
             "every query sees every key: which keys come before a query depends on both ranks' parts.": of(
                 causal | True

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from common.labs.ranks import Case
-from common.labs.rules import sends_at_most
+from common.labs.rules import sends_at_most, works_at_most
 from common.labs.seen import Notes, keep
 from common.labs.write import Expected, WriteLab, page
-from step07_expert_parallel.labs.routing import LAB, bytes_of_a_trip, drawn, mix, prepared
+from step07_expert_parallel.labs.routing import LAB, arrived, bytes_of_a_trip, drawn, mix, prepared
 
 
 def go_back(student, case: Case, rank: int) -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ def expect_back(case: Case) -> list[Expected]:
     past, dgates = back(gates, fixed, gates)
     last = chosen.amax(1, keepdim=True), chosen[:, -1:]  # the choice that writes last: sorted by expert, or not
     single = [back(torch.zeros_like(gates).scatter(1, each, gates.gather(1, each)), fixed)[0] for each in last]
-    found = []
+    misplaced, found = _misplaced(case), []
     for rank in range(case.ranks):
         mask = torch.zeros(case.tokens, 1, dtype=torch.float64)
         mask.chunk(case.ranks)[rank].fill_(1)
@@ -72,12 +72,17 @@ def expect_back(case: Case) -> list[Expected]:
             "a token gets a gradient from each of its experts. Here the next one was written over it instead of "
             "added.": [{"dx": (dx - past + each).chunk(case.ranks)[rank]} for each in single],
         }
+        for text, ways in misplaced.items():
+            mistakes[text] = [{name: each.chunk(case.ranks)[rank] for name, each in way.items()} for way in ways]
+        mistakes[
+            "dups and ddowns are of the rank's own experts, and whole: added up over ranks, they mix those of others."
+        ] = [{name: sum(each.chunk(case.ranks)) for name, each in (("dups", dups), ("ddowns", ddowns))}]
         dgate, gate = (each.detach().gather(1, chosen).chunk(case.ranks)[rank] for each in (dgates, gates))
         softmax = (
             "between the gradient of a gate and that of a score is the softmax: a score moves all of a token's gates."
         )
         mistakes[softmax] = []
-        for dbest in (dgate, gate * dgate):
+        for dbest in (dgate, gate * dgate, gate * (1 - gate) * dgate):
             dlogits = dbest.new_zeros(len(dbest), case.experts).scatter(1, chosen.chunk(case.ranks)[rank], dbest)
             mistakes[softmax].append(
                 {
@@ -89,6 +94,32 @@ def expect_back(case: Case) -> list[Expected]:
         empty = "an expert to which no token came has a gradient, too: 0. Until it is filled, an empty tensor has "
         found.append(Expected.of(right, mistakes, infinite=f"{empty}whatever was in memory."))
     return found
+
+
+def _misplaced(case: Case) -> dict[str, list[dict[str, Tensor]]]:
+    """dups and ddowns of all ranks if gates, or the rows of dy, are not in the order in which rows left."""
+    x, router, ups, downs, dy = drawn(case)
+    leaves = [each.requires_grad_() for each in (ups, downs)]
+
+    def with_rows(of_gates: bool, of_dy: bool) -> dict[str, Tensor]:
+        """Whose gates are in the order of rows, or whose dy is."""
+        total = torch.zeros((), dtype=torch.float64)
+        for tokens, gradients in zip(x.chunk(case.ranks), dy.chunk(case.ranks)):
+            best, chosen = (tokens @ router).topk(case.choices)
+            gates, expert = best.softmax(-1).flatten(), chosen.flatten()
+            order, place = expert.argsort(stable=True), torch.arange(len(expert))
+            rows, expert = tokens[order // case.choices], expert[order]
+            results = (torch.relu(rows[:, None] @ ups[expert]) @ downs[expert])[:, 0]
+            of = gradients[(order if of_dy else place) // case.choices]
+            total = total + (results * gates[order if of_gates else place, None] * of).sum()
+        return dict(zip(("dups", "ddowns"), torch.autograd.grad(total, leaves)))
+
+    return {
+        "gates are in the order of choices, and rows left in another: `order` says which choice, and so which gate, is "
+        "in which row.": [with_rows(of_gates=False, of_dy=True)],
+        "row i is no choice of token i // CHOICES: `order` says which choice is in row i, and that one // CHOICES is "
+        "its token, whose dy it needs.": [with_rows(of_gates=each, of_dy=False) for each in (True, False)],
+    }
 
 
 def _shuffled(case: Case, rank: int, *tensors: Tensor) -> dict[str, Tensor]:
@@ -112,6 +143,9 @@ def judge_back(case: Case, rank: int, notes: Notes):
         "all_to_all": "two exchanges mirror those of the forward, and what the gates' gradients need is at home.",
     }
     # The forward, which the check runs as well, and its mirror
+    router = 5 * case.tokens // case.ranks * case.width * case.experts  # it may be asked once more
+    what = "An expert multiplies the rows that came for it, and none that came for others."
+    yield from works_at_most(notes, 6 * arrived(case)[rank] * case.width * case.hidden + router, what)
     yield from sends_at_most(notes, 2 * bytes_of_a_trip(case) + 8 * case.experts, why)
 
 

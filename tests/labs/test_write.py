@@ -23,6 +23,8 @@ from common.labs.ranks import LIMIT, Case
 from common.labs.rules import holds_at_most
 from common.labs.seen import Held, Notes, SeenCall
 from common.labs.write import WriteLab
+from step01_single_gpu import sketch
+from step01_single_gpu.labs import write_01
 from step08_5d.labs import latent_ring
 from tests.harness.ranks import ROOT, run_ranks, torchrun
 
@@ -153,6 +155,16 @@ def test_starters_keep_everything_but_the_bodies(id, tmp_path):
     for name, other in lab.hidden.items():
         assert re.search(rf'^@given\(.*# .* {other}\ndef {name}\(.*\n    """.*"""\n\n\n', text, re.MULTILINE)
         assert LABS[other].source == lab.source and name not in LABS[other].hidden
+
+
+def test_in_bfloat16_a_right_step_is_right_for_every_student():
+    """Whatever is drawn: of 20 students, the first of whom is a teacher."""
+    lab = LABS["write-01-a"]
+    number, narrow = next((n, case) for n, case in enumerate(lab.cases) if isinstance(case, write_01.Narrow))
+    for student in range(20):
+        case = write_01.Narrow(**vars(narrow), seed=1000 * student + number)
+        graded = Graded(case, lab.expect(case), [lab.run(sketch, case, 0)])
+        assert not graded.wrong, (student, graded.wrong)
 
 
 def own_differences() -> dict[str, float]:

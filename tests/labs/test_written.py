@@ -15,7 +15,7 @@ from common.labs.written import Failure, read_failure, read_result, write_failur
 
 NOTES = Notes(
     [SeenCall("all_reduce", 8, (0, 1), 3, 1), SeenCall("send", 8, (0, 1), 4, 1, 1)],
-    [(3, 1)], 2, 64, [Held(64, (2, 4), 7)], [SeenCall("send", 8, (0, 1), 4, 1, 1)], [("x", 5)],
+    [(3, 1)], 2, 64, [Held(64, (2, 4), 7)], [SeenCall("send", 8, (0, 1), 4, 1, 1)], [("x", 5)], 96,
     Counter(forwards=3),
 )  # fmt: skip
 
