@@ -26,7 +26,7 @@ from common.labs import find
 from common.labs.answers import filled, without_comments
 from common.labs.cut import MARKED
 from common.labs.find import ROOT
-from common.labs.state import HOME
+from common.labs.state import HOME, State
 from common.labs.whole_files import replace
 
 SHOWN = (".py", ".toml", ".csv", ".txt")  # files of a lab that `start` shows; of .py, those that have a gap
@@ -123,7 +123,7 @@ def _how_to_fill(id: str, files: list[Path]) -> str:
 
 
 def check(id: str = "") -> None:
-    """Grade a lab, or the one that was started last, and show what was found."""
+    """Grade a lab, or the one that was started or filled last, and show what was found."""
     lab("check", *([id] if id else []))
 
 
@@ -144,6 +144,7 @@ def fill(line: str, cell: str) -> None:
         _fill_file(id, where, re.sub(r"\A# %load .*\n+", "", cell))
     else:
         _fill_gap(id, int(where or 1), cell)
+    State.load(home).try_to_update(lambda state: setattr(state, "current", id))  # what `check()` grades now
 
 
 def _fill_file(id: str, where: str, cell: str) -> None:

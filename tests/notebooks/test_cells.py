@@ -146,6 +146,14 @@ def test_wrong_use_is_one_line(cells, call):
     assert kept == {path: path.read_bytes() for path in cells.home.glob("*/*")}
 
 
+def test_a_check_without_a_name_is_of_the_lab_that_was_filled(cells):
+    cells(notebook.start, "predict-03-a")
+    cells(notebook.start, "schedule-05-a")
+    assert "The table is still to be filled in" in cells(notebook.check)
+    cells(fill, "predict-03-a answer.toml", 'stage_1 = ""')
+    assert cells(notebook.check).startswith("predict-03-a: 0%")
+
+
 def test_a_full_disk_leaves_the_answers(cells, monkeypatch):
     cells(notebook.start, "predict-03-a")
     path = cells.home / "predict-03-a" / "answer.toml"
