@@ -140,7 +140,8 @@ def accounts(case: Case, layout: Layout, order: str) -> list[str]:
             what = (
                 f"{stream}, {times} times per micro-batch (5 around each attention and each MLP, 4 at the ends), for "
             )
-            what += f"{layout.micro_batches} micro-batches, and some small sums"
+            what += f"{layout.micro_batches} micro-batches, and some small sums. All of it crosses, as both ranks of a "
+            what += f"node send their 1/{layout.tp} to both of the other"
         what += f"; {across} groups reach across" if across > 1 else ""
         what += f", each with 1/{layout.tp} of that" if dimension == "pp" and layout.tp > 1 else ""
         rate = f"x {PACKET:.2f} for packets / {case.mbit / 8:g} MB/s = {found.seconds:.2f} s"
