@@ -6,13 +6,13 @@ python -m common.drawing.groups    # draws common/figures/groups.png
 import common.entry  # noqa: F401 (before torch: one thread per process by default)
 
 # isort: split
+import argparse
 import math
 from pathlib import Path
 
 import numpy as np
 
 from common.drawing.figures import DIMENSIONS, SERIES, new_figure, write_png
-from common.launching.command_line import OneLineParser, one_line_errors, summary
 from common.process_groups import Degrees, all_groups, coordinates
 
 # Two of everything; on the eight ranks of a stage two groups of experts' holders, and two copies of what ZeRO shards
@@ -126,12 +126,6 @@ def _places_named(axis, places: np.ndarray, degrees: Degrees, node: int, per_lin
             axis.text(-0.12, row + 0.47, f"stage {stages.pop()}", **words)
 
 
-@one_line_errors
-def main() -> None:
-    """Draw the glossary's picture."""
-    OneLineParser(prog="python -m common.drawing.groups", description=summary(__doc__)).parse_args()
-    print(draw(Path(__file__).parent.parent / "figures" / "groups.png"))
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    argparse.ArgumentParser(prog="python -m common.drawing.groups", description=__doc__).parse_args()
+    print(draw(Path(__file__).parent.parent / "figures" / "groups.png"))
