@@ -3,7 +3,7 @@
 import re
 
 from common.errors import LOST_PEER, first_line
-from common.labs.seen import Notes
+from common.labs.notes import Notes
 from common.labs.written import Failure
 
 DIED = "died without a word (killed, out of memory, os._exit, or by a message of another size than it waited for)"

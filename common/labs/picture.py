@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.drawing.figures import COLOURS, new_figure
 from common.labs.graded import Graded
-from common.labs.seen import Notes, SeenCall
+from common.labs.notes import Notes, SeenCall
 
 NAME = "check.png"
 RANKS = 4  # that are shown

@@ -29,7 +29,7 @@ from common.labs.failures import describe
 from common.labs.find import ROOT, lab, module_of, names_of_modules, solutions
 from common.labs.forks import LINUX, state
 from common.labs.given import texts_of
-from common.labs.seen import Notes
+from common.labs.notes import Notes
 from common.labs.written import read_failure, read_result
 
 IDLE = 5.0  # seconds for which no rank does anything

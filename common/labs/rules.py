@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from common.labs.seen import Notes
+from common.labs.notes import Notes
 
 SLACK = 1.02
 NAMED = 3  # tensors in a sentence about memory

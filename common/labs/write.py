@@ -17,9 +17,9 @@ from common.labs.cut import bodies_of, starter
 from common.labs.find import ROOT
 from common.labs.graded import USUALLY, Expected, Graded
 from common.labs.lab import Lab, Verdict
+from common.labs.notes import Notes
 from common.labs.ranks import Case, Outcome, run_on_ranks
 from common.labs.rules import leaves_inputs, waits_for_messages
-from common.labs.seen import Notes
 
 NUMBERS = 0.75  # of the score; the rest is for the mechanism
 

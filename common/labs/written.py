@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from common.labs.seen import Held, Notes, SeenCall
+from common.labs.notes import Held, Notes, SeenCall
 
 SHOWN = 200  # characters of a value that is no tensor
 DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}

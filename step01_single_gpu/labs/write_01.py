@@ -4,9 +4,10 @@ from functools import partial
 
 import torch
 
+from common.labs.notes import Notes
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, works_at_most
-from common.labs.seen import Notes, count, keep
+from common.labs.seen import count, keep
 from common.labs.write import Expected, WriteLab, page
 
 # ---- write-01-a: micro-batches and recomputation by hand -------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 import torch
 
+from common.labs.notes import Notes
 from common.labs.ranks import Case
 from common.labs.rules import hides, multiplies_at_most, sends_at_most
-from common.labs.seen import Notes, keep
+from common.labs.seen import keep
 from common.labs.write import Expected, WriteLab, page
 
 # ---- write-02-a: buckets ---------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from common.labs.notes import Notes
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, sends_at_most
-from common.labs.seen import Notes, count, keep, lend, patiently
+from common.labs.seen import count, keep, lend, patiently
 from common.labs.write import Expected, WriteLab, page
 
 KEPT = "gathered while the last weight is there"

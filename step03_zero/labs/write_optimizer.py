@@ -2,9 +2,10 @@
 
 import torch
 
+from common.labs.notes import Notes
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, sends_at_most
-from common.labs.seen import Notes, count
+from common.labs.seen import count
 from common.labs.write import Expected, WriteLab, page
 
 FAR = 1024.0  # a power of two, so that adding and subtracting it costs no more than rounding

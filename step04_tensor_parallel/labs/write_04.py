@@ -2,9 +2,10 @@
 
 import torch
 
+from common.labs.notes import Notes
 from common.labs.ranks import Case
 from common.labs.rules import sends_at_most, works_at_most
-from common.labs.seen import Notes, keep, unseen
+from common.labs.seen import keep, unseen
 from common.labs.write import Expected, WriteLab, page
 
 

@@ -4,9 +4,10 @@ import torch
 import torch.distributed as dist
 
 from common.group import Group
+from common.labs.notes import Notes
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, sends_at_most
-from common.labs.seen import Notes, keep
+from common.labs.seen import keep
 from common.labs.write import Expected, WriteLab, page
 
 NOTHING_BUT_PADDING = (

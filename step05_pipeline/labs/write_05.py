@@ -2,8 +2,9 @@
 
 import torch
 
+from common.labs.notes import Notes
 from common.labs.ranks import Case
-from common.labs.seen import Notes, keep
+from common.labs.seen import keep
 from common.labs.write import Expected, WriteLab, page
 from step05_pipeline.labs.rows import Row, Turned, drawn, look_at_messages, newest_taken, row
 from step05_pipeline.schedules.actions import Schedule, looped

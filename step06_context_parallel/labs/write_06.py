@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from common.labs.notes import Notes
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, sends_at_most, works_at_most
-from common.labs.seen import Notes, keep
+from common.labs.seen import keep
 from common.labs.write import Expected, WriteLab, page
 from step06_context_parallel.labs.rings import Steep, attention, drawn, places
 from step06_context_parallel.labs.wrong_attention import expect_attention, seen_by

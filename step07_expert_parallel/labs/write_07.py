@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from common.labs.notes import Notes
 from common.labs.ranks import Case
 from common.labs.rules import sends_at_most
-from common.labs.seen import Notes, keep
+from common.labs.seen import keep
 from common.labs.write import Expected, WriteLab, page
 from step07_expert_parallel.labs.routing import (
     COUNTED,

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.labs.notes import Notes
 from common.labs.ranks import Case
 from common.labs.rules import sends_at_most
-from common.labs.seen import Notes
 from common.labs.write import Expected, WriteLab, page
 
 NAMES = "dp", "pp", "cp", "tp", "ep", "dp_cp", "edp"  # of the groups, as the sketch lists them

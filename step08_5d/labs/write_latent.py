@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from common.labs.notes import Notes
 from common.labs.ranks import Case
 from common.labs.rules import SLACK, holds_at_most, sends_at_most
-from common.labs.seen import Notes, count, keep
+from common.labs.seen import count, keep
 from common.labs.write import Expected, WriteLab, page
 
 SIZES = "heads", "plain", "rotated", "value", "latent"

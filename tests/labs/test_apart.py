@@ -240,6 +240,15 @@ def table(folder: Path) -> dict[str, dict]:
         return {row["number"]: row for row in csv.DictReader(file)}
 
 
+def check_by(check, monkeypatch) -> None:
+    """Let `grade` ask this function in the place of checks in copies of a checkout."""
+    monkeypatch.setattr(grade, "check_in_copy", check)
+    for name in ("clean_checkout", "try_out", "keep_to_itself"):
+        monkeypatch.setattr(grade, name, lambda *_: None)
+    monkeypatch.setattr(OURS, "begin", lambda: None)
+    monkeypatch.setattr(grade.signal, "signal", lambda *_: None)
+
+
 def test_a_class_that_is_interrupted(tmp_path, monkeypatch, capsys):
     """What was found before is in the table, and `--resume` checks the others alone."""
     checked, run = [], hand_in(tmp_path)
@@ -251,12 +260,7 @@ def test_a_class_that_is_interrupted(tmp_path, monkeypatch, capsys):
             raise Stopped
         return [Checked(TABLE.id, 0.5, ["ok: your file starts a process (os.fork), which it need not."])], []
 
-    monkeypatch.setattr(grade, "check_in_copy", check)
-    monkeypatch.setattr(grade, "clean_checkout", lambda: None)
-    monkeypatch.setattr(grade, "try_out", lambda *_: None)
-    monkeypatch.setattr(OURS, "begin", lambda: None)
-    monkeypatch.setattr(grade, "keep_to_itself", lambda: None)
-    monkeypatch.setattr(grade.signal, "signal", lambda *_: None)
+    check_by(check, monkeypatch)
     assert run() == 143 and "--resume" in capsys.readouterr().err
     rows = table(tmp_path)
     assert (rows["7"]["total"], rows["8"]["total"]) == ("0.500", "") and rows["8"]["notes"].startswith("not checked")
@@ -278,12 +282,7 @@ def test_rows_of_others_cannot_be_changed(tmp_path, monkeypatch):
             (rows / "8-0123456789abcdef.json").write_text("{}")
         return [Checked(TABLE.id, 0.5)], []
 
-    monkeypatch.setattr(grade, "check_in_copy", check)
-    monkeypatch.setattr(grade, "clean_checkout", lambda: None)
-    monkeypatch.setattr(grade, "try_out", lambda *_: None)
-    monkeypatch.setattr(OURS, "begin", lambda: None)
-    monkeypatch.setattr(grade, "keep_to_itself", lambda: None)
-    monkeypatch.setattr(grade.signal, "signal", lambda *_: None)
+    check_by(check, monkeypatch)
     for words in ((), ("--resume",)):
         assert run(*words) == 0
         found = table(tmp_path)

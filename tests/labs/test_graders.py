@@ -13,10 +13,10 @@ from common.labs.copies import Edit
 from common.labs.design import Design, Judged
 from common.labs.find import ROOT, all_labs
 from common.labs.hunt import TOLERANCE, Bug, Hunt
+from common.labs.notes import Notes
 from common.labs.predict import Question
 from common.labs.predict import grade as grade_prediction
 from common.labs.ranks import Case, Outcome
-from common.labs.seen import Notes
 from common.labs.training import Launch, first_difference
 from common.labs.write import Expected, WriteLab
 from step07_expert_parallel.labs import routing

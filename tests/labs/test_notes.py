@@ -14,9 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.labs import ranks as lab_ranks
 from common.labs.closed import is_refusal
+from common.labs.notes import Notes, SeenCall
 from common.labs.ranks import BUSY, IDLE, LIMIT
 from common.labs.rules import hides, holds_at_most, multiplies_at_most, sends_at_most, waits_for_messages
-from common.labs.seen import PATIENCE, Notes, SeenCall, Watching, lend, line_of, patiently
+from common.labs.seen import PATIENCE, Watching, lend, line_of, patiently
 
 FOUR = (0, 1, 2, 3)
 

@@ -19,9 +19,9 @@ from common.labs import picture
 from common.labs.cut import MARKED, bodies_of, starter
 from common.labs.find import all_labs
 from common.labs.graded import Expected, Graded
+from common.labs.notes import Held, Notes, SeenCall
 from common.labs.ranks import LIMIT, Case
 from common.labs.rules import holds_at_most
-from common.labs.seen import Held, Notes, SeenCall
 from common.labs.write import WriteLab
 from step01_single_gpu import sketch
 from step01_single_gpu.labs import write_01

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 import torch
 
+from common.labs.notes import Held, Notes, SeenCall
 from common.labs.ranks import Case, _collect
-from common.labs.seen import Held, Notes, SeenCall
 from common.labs.written import Failure, read_failure, read_result, write_failure, write_result
 
 NOTES = Notes(
