@@ -36,7 +36,7 @@ from common.labs.ctrl_c import loaded
 from common.labs.lab import Lab, Verdict
 from common.labs.slides import write_slides
 from common.labs.state import HOME, Progress, State, checked_number
-from common.labs.submit import submit
+from common.labs.submit import fingerprint, submit
 from common.labs.watch import watch as watch_folder
 from common.labs.whole_files import replace
 from common.launching.command_line import OneLineParser, one_line_errors
@@ -98,7 +98,10 @@ def carry_out(options: argparse.Namespace, state: State) -> int:
     if options.command == "slides":
         return slides(options.id)
     if options.command == "submit":
-        print(f"Hand in {shown(submit(state, options.id))}.")
+        path, changed = submit(state, options.id)
+        print(f"Hand in {shown(path)}.")
+        if changed:
+            print(f"Changed since the last check, or never checked: {', '.join(changed)}.")
         return 0
     if options.command == "board":
         return draw_board(Path(options.id) if options.id else Path(state.board or state.home))
@@ -185,10 +188,11 @@ def grade(state: State, lab: Lab) -> Verdict:
     if sys.stderr.isatty():
         usual = f"last time it took {progress.seconds:.0f} s" if progress.seconds else "this may take up to a minute"
         print(f"Checking {lab.id}: {usual}.", file=sys.stderr)
+    files = fingerprint(state.folder(lab))
     verdict = lab.check(state.folder(lab), progress.student)
     seconds = time.monotonic() - begun
     first = next(iter(kept(state.folder(lab) / "stored.jsonl")), {})
-    state.try_to_update(lambda state: state.progress(lab).note(verdict, seconds, first))
+    state.try_to_update(lambda state: state.progress(lab).note(verdict, seconds, first, files))
     if state.board and lab.kind == "design":
         publish(state)
     print(f"{lab.id}: {'passed' if verdict.passed else f'{verdict.score:.0%}'}")  # last: `head` may close the pipe

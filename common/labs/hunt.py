@@ -132,9 +132,9 @@ class Hunt(Lab):
             return Verdict(worth, (told, f"fix: not yet. On a training that you have not seen, {wrong}."))
         if looked and place < 0.5:
             place, said = self._grade_repair(folder, bug, place, said)
-        return Verdict(
-            place + 0.5, (said, "fix: right. A training that you have not seen agrees with that of the right code.")
-        )
+        right = (said, "fix: right. A training that you have not seen agrees with that of the right code.")
+        ours = (f"Compare your `why`, which no program can check, with ours: {bug.why}",)
+        return Verdict(place + 0.5, right + ours if place == 0.5 else right)
 
     def _grade_repair(self, folder: Path, bug: Bug, place: float, said: str) -> tuple[float, str]:
         """What a place is worth that is not ours, and a sentence about it, as the repair works.
@@ -192,7 +192,9 @@ class Hunt(Lab):
             return 0.0, f"place: answer.toml names no file and line yet. {more}".rstrip(), False
         file = self._as_seen_here(file)
         if not (folder / file).is_file():
-            return 0.0, f"place: there is no {file} in this folder, where paths begin: such as common/model.py.", False
+            called = [each.as_posix() for each in files(self.step, self.extra) if each.name == Path(file).name]
+            meant = f"did you mean {' or '.join(called)}?" if called else "where paths begin: such as common/model.py."
+            return 0.0, f"place: there is no {file} in this folder, {meant}", False
         if (words := len(re.findall(r"\w+", why))) < WORDS:
             ask = "place: say in answer.toml, in a sentence, what the code does wrong there"
             return 0.0, f"{ask} (why): in at least {WORDS} words, it has {words}.", False

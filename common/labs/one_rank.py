@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
@@ -54,6 +55,7 @@ def run(
     give_up_rights()
     _keep_stderr_for_python()
     multiprocessing.current_process()._args = ()  # these
+    warnings.simplefilter("ignore", FutureWarning)  # PyTorch renames functions; each rank would say so
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"], sys.dont_write_bytecode = "1", True  # for another rank, that is a file of this one
     watching, main = [], threading.main_thread().ident

@@ -34,15 +34,16 @@ class Progress:
     gave_up: bool = False  # the solution was read before the lab was passed
     seconds: float = 0.0  # that the last check took
     student: int = 1  # whose variant was started
+    files: str = ""  # a fingerprint of them at the last check
     first: dict = field(default_factory=dict)  # the first answers, stored before anything was measured
 
     @property
     def passed(self) -> bool:
         return self.score == 1 and not self.gave_up
 
-    def note(self, verdict: Verdict, seconds: float, first: dict) -> None:
+    def note(self, verdict: Verdict, seconds: float, first: dict, files: str) -> None:
         """Remember a check."""
-        self.checks, self.seconds = self.checks + 1, seconds
+        self.checks, self.seconds, self.files = self.checks + 1, seconds, files
         self.score = max(self.score, verdict.score)
         self.first = self.first or first
 

@@ -6,6 +6,7 @@ says of scores is for comparison alone: `grade` checks everything again.
 """
 
 import functools
+import hashlib
 import io
 import json
 import stat
@@ -46,24 +47,26 @@ class Unreadable(Exception):
 # ---- written by the student ------------------------------------------------------------------------------------------
 
 
-def submit(state: State, only: str | None = None) -> Path:
-    """Write the file, of all labs that were started or of one. Returns its path."""
+def submit(state: State, only: str | None = None) -> tuple[Path, list[str]]:
+    """Write the file, of all labs that were started or of one. Returns its path, and labs changed since their check."""
     labs = [lab for lab in find.all_labs().values() if lab.id in state.labs and only in (None, lab.id)]
     if not labs:
         raise UsageError(f"{only or 'no lab'} has {'not ' if only else ''}been started: there is nothing to submit")
     about = {"format": 1, "student": state.student, "name": state.name, "commit": commit()}
     about |= {"made": datetime.now(timezone.utc).isoformat(timespec="seconds"), "labs": {}}
-    path, contents = state.home / f"submission-{state.student}.zip", {}
+    path, contents, changed = state.home / f"submission-{state.student}.zip", {}, []
     for lab in labs:
         progress, folder = state.labs[lab.id], state.folder(lab)
         files = changed_files(lab, folder, progress.student)
         about["labs"][lab.id] = {name: getattr(progress, name) for name in KNOWN} | {"files": sorted(files)}
         contents |= {f"{lab.id}/{name}": content for name, content in sorted(files.items())}
+        if files and progress.files != fingerprint(folder):
+            changed.append(lab.id)
     contents["submission.json"] = (json.dumps(about, indent=2) + "\n").encode()
     if len(contents) > FILES or sum(map(len, contents.values())) > WHOLE:
         raise UsageError(f"these are {len(contents):,} files; nobody reads more than {FILES:,}, or {WHOLE:,} bytes")
     replace(path, lambda part: _pack(part, contents))
-    return path
+    return path, changed
 
 
 def _pack(path: Path, contents: dict[str, bytes]) -> None:
@@ -77,10 +80,8 @@ def changed_files(lab: Lab, folder: Path, student: int) -> dict[str, bytes]:
     found = {}
     with tempfile.TemporaryDirectory(prefix="submit-") as made:
         lab.start(Path(made), student)
-        for path in sorted(folder.rglob("*")):
+        for path in _files(folder):
             name = path.relative_to(folder)
-            if path.suffix not in KINDS or not path.is_file() or path.is_symlink() or "runs" in name.parts:
-                continue
             if path.stat().st_size > LARGEST:
                 raise UsageError(f"{path} has more than {LARGEST:,} bytes; what a lab asks for is much smaller")
             content, first = path.read_bytes(), Path(made) / name
@@ -89,6 +90,21 @@ def changed_files(lab: Lab, folder: Path, student: int) -> dict[str, bytes]:
                     raise UsageError(f"{str(path)!a}: nobody reads a file of such a name; rename or remove it")
                 found[name.as_posix()] = content
     return found
+
+
+def fingerprint(folder: Path) -> str:
+    """Of what a lab's files hold."""
+    found = hashlib.sha256()
+    for path in _files(folder):
+        found.update(f"{path.relative_to(folder)}\0".encode(errors="surrogateescape"))
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those of the kinds that a student writes, without what trainings have written."""
+    found = [path for path in sorted(folder.rglob("*")) if path.suffix in KINDS and path.is_file()]
+    return [path for path in found if not path.is_symlink() and "runs" not in path.relative_to(folder).parts]
 
 
 @functools.cache

@@ -171,6 +171,23 @@ def test_what_is_submitted(tmp_path):
     assert command.main(["submit", "--home", str(tmp_path / "nobody")]) == 2
 
 
+def test_a_lab_that_has_changed_since_its_check_is_named(tmp_path, capsys):
+    """A folder may hold a right answer whose check was of a wrong one."""
+    home = student(tmp_path, 7, TABLE.id, "hunt-01-a")
+
+    def changed() -> str:
+        assert command.main(["submit", "--home", str(home)]) == 0
+        return capsys.readouterr().out.rpartition("never checked: ")[2]
+
+    assert "Hand in" in changed(), "as they were at the start, there is nothing to check"
+    (home / TABLE.id / "schedule.csv").write_text("F0,B0\n")
+    assert changed() == f"{TABLE.id}.\n"
+    assert command.main(["check", TABLE.id, "--home", str(home)]) == 1
+    assert "Hand in" in changed()
+    (home / TABLE.id / "schedule.csv").write_text("F0,B0,\n")
+    assert changed() == f"{TABLE.id}.\n"
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -86,7 +86,8 @@ def test_a_bug_is_visible_and_its_repair_passes(lab, student, tmp_path):
         found = lab.check(folder, student)
         assert found.score == 0.5 and "On a training that you have not seen" in found.feedback[1]
     repair(folder, bug)
-    assert lab.check(folder, student).passed
+    found = lab.check(folder, student)
+    assert found.passed and bug.why in found.feedback[-1]
     right, wrong = train([(run, folder) for run in bug.seen], tmp_path / "runs", SMALL)
     assert not first_difference(right, wrong, TOLERANCE), "run.sh still shows a difference"
 
@@ -131,7 +132,7 @@ def test_what_is_told(lab, student, tmp_path, monkeypatch):
         (0, "the bug is not in common/model.py", ("common/model.py", line)),
         (0, "names no file and line", ("", line)),
         (0, "in at least 4 words, it has 1.", (file, line, "wrong")),
-        (0, "there is no step2/model.py in this folder", ("step2/model.py", line)),
+        (0, "there is no step2/model.py in this folder, did you mean common/model.py?", ("step2/model.py", line)),
         (0.5, f"place: right, {file} near", (f"./runs/labs/{lab.id}/{file}", line)),
         (0.5, "place: right", (file, line)),
     ):

@@ -237,8 +237,8 @@ def test_a_table_from_a_spreadsheet(tmp_path, monkeypatch):
 
 def test_a_first_answer_stays(labs):  # noqa: F811
     progress = Progress()
-    progress.note(Verdict(0.5, ()), 1.0, {"bytes": 3.0})
-    progress.note(Verdict(0.2, ()), 1.0, {"bytes": 4.0})
+    progress.note(Verdict(0.5, ()), 1.0, {"bytes": 3.0}, "")
+    progress.note(Verdict(0.2, ()), 1.0, {"bytes": 4.0}, "")
     assert (progress.first, progress.score, progress.checks) == ({"bytes": 3.0}, 0.5, 2)
 
 
