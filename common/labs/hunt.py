@@ -26,6 +26,7 @@ TOLERANCE = 1e-9  # relative, of losses and gradient norms in float64
 WORDS = 4  # that an explanation has at least
 GUESSES = 5  # wrong places, after which a place is judged only with a repair that works: to try all is no hunt
 NAMED = "places.jsonl"  # the wrong ones so far, in the student's folder
+OUTSIDE = "what is outside of functions"
 FIRST = "What is the first number that differs, and who computes it?"
 
 DIGITS = """\
@@ -204,18 +205,22 @@ class Hunt(Lab):
         if not _near(int(line), ranges[file]):
             parts = _parts(bug.texts[file])
             here, there = parts(int(line)), {parts(each) for low, high in ranges[file] for each in (low, high)}
-            near = f"and so is {here}, but not line {line}" if here in there else f"but line {line} is in another part"
+            inside = there - {OUTSIDE} or there  # a line that is missing at a function's end is missing in it
+            near = f"and so is {here}, but not line {line}" if here in inside else f"but line {line} is in another part"
             return 0.25, f"place: {file} is right, {near}.", True
         return 0.5, f"place: right, {file} near line {line}.", True
 
     def places(self, bug: Bug) -> dict[str, list[tuple[int, int]]]:
-        """By file, the first and the last line of each change, in the file with the bug."""
+        """By file, the first and last line of each change in the file with the bug; of a missing one, its neighbors."""
         found, ours = {}, edited(bug.beside)
         for file in dict.fromkeys(edit.file for edit in bug.edits):
             changes = [
                 each for each in _changes(ours.get(file) or read(ROOT / file), bug.texts[file]) if each[0] != "equal"
             ]
-            found[file] = [(first + 1, max(first + 1, behind)) for _, _, _, first, behind in changes]
+            found[file] = [
+                (first + 1, behind) if behind > first else (max(first, 1), first + 1)
+                for _, _, _, first, behind in changes
+            ]
         return found
 
     def _wrong_after_fix(self, folder: Path, bug: Bug) -> str | None:
@@ -259,6 +264,6 @@ def _parts(text: str) -> Callable[[int], str]:
 
     def part(line: int) -> str:
         around = [node for node in nodes if node.lineno <= line <= node.end_lineno]
-        return f"`{max(around, key=lambda node: node.lineno).name}`" if around else "what is outside of functions"
+        return f"`{max(around, key=lambda node: node.lineno).name}`" if around else OUTSIDE
 
     return part

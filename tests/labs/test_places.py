@@ -3,7 +3,7 @@
 import os
 
 from common.labs.copies import read, shown
-from common.labs.hunt import GUESSES, Hunt
+from common.labs.hunt import GUESSES, OUTSIDE, Hunt, _parts
 from step03_zero.labs import hunt_shards
 from tests.labs.test_hunts import LABS, answer, place, repair
 
@@ -65,6 +65,14 @@ def test_a_place_is_judged_by_how_near_it_is(tmp_path):
     assert [found.score for found in told.values()] == [0.25, 0.25, 0.5, 0.5]
     assert f"{file} is right, and so is `complete`, but not line {head}. (Wrong place 1" in told[head].feedback[0]
     assert f"but line {head - 5} is in another part. {lab.bug(0).ask}" in told[head - 5].feedback[0]
+
+
+def test_a_line_missing_at_the_end_of_a_function_is_missing_in_it():
+    """Or `line = 1` would be told that its part of the file is right."""
+    for lab, bug in ((hunt, bug) for hunt in LABS for bug in hunt.bugs):
+        for file, ranges in lab.places(bug).items():
+            parts = _parts(bug.texts[file])
+            assert all({parts(low), parts(high)} - {OUTSIDE} for low, high in ranges), (lab.id, file, ranges)
 
 
 def test_who_tries_all_places_is_told_no_more(tmp_path, monkeypatch):
