@@ -22,7 +22,6 @@ import argparse
 import difflib
 import itertools
 import json
-import os
 import shutil
 import sys
 import time
@@ -38,7 +37,7 @@ from common.labs.slides import write_slides
 from common.labs.state import HOME, Progress, State, checked_number
 from common.labs.submit import fingerprint, submit
 from common.labs.watch import watch as watch_folder
-from common.labs.whole_files import replace
+from common.labs.whole_files import folder_beside, put_folder, replace
 from common.launching.command_line import OneLineParser, one_line_errors
 
 COMMAND = "python -m common.labs"
@@ -144,7 +143,7 @@ def start(state: State, lab: Lab) -> None:
         state.progress(lab)
 
     if not folder.exists():  # a lab whose folder was deleted keeps its variant
-        put(made(state, lab, state.labs.get(lab.id, Progress(student=state.student)).student), folder)
+        put_folder(made(state, lab, state.labs.get(lab.id, Progress(student=state.student)).student), folder)
     state.update(started)
     if (number := state.labs[lab.id].student) != state.student:
         change = f"`{COMMAND} reset {lab.id}` makes the files of number {state.student}"
@@ -154,28 +153,14 @@ def start(state: State, lab: Lab) -> None:
 
 def made(state: State, lab: Lab, student: int, kept: Path | None = None) -> Path:
     """Make a lab's folder for this student's number, with the file `kept`, all of it or nothing, beside its place."""
-    part = state.home / f"{lab.id}.{os.getpid()}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
+
+    def fill(part: Path) -> None:
         lab.start(part, student)
         (part / "TASK.md").write_text(f"# {lab.id}: {lab.title}\n\n{lab.task}\n", encoding="utf-8")
         if kept:
             shutil.copy(kept, part)
-    except BaseException:  # Ctrl-C, too
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    return part
 
-
-def put(part: Path, folder: Path) -> None:
-    """Move a lab's folder to its place, unless another command was faster."""
-    try:
-        part.rename(folder)
-    except OSError:
-        shutil.rmtree(part, ignore_errors=True)
-        if not folder.is_dir():
-            raise
+    return folder_beside(state.folder(lab), fill)
 
 
 def check(state: State, lab: Lab) -> int:
@@ -243,7 +228,7 @@ def reset(state: State, lab: Lab) -> None:
         old = next(path for name in names if not (path := state.home / name).exists())
         folder.rename(old)
         print(f"What you had is in {shown(old)}.")
-    put(part, folder)
+    put_folder(part, folder)
 
     def anew(fresh: State) -> None:
         progress = fresh.progress(lab)

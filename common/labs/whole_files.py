@@ -1,7 +1,8 @@
-"""Files that are there as a whole or not at all: after Ctrl-C, on a full disk, if two commands write them at once."""
+"""Files and folders that are there as a whole or not at all, after Ctrl-C, on a full disk, or if two write at once."""
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,3 +20,29 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise
+
+
+def folder_beside(folder: Path, fill: Callable[[Path], object]) -> Path:
+    """Let `fill` write into a new folder beside the place of `folder`, and return it. If anything fails, it is gone.
+
+    Raises what `fill` raises, and OSError.
+    """
+    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        fill(part)
+    except BaseException:  # Ctrl-C, too
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return part
+
+
+def put_folder(part: Path, folder: Path) -> None:
+    """Move a folder to its place, unless another command was faster. Raises OSError if the place is none."""
+    try:
+        part.rename(folder)
+    except OSError:
+        shutil.rmtree(part, ignore_errors=True)
+        if not folder.is_dir():
+            raise

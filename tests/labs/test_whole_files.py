@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import UsageError
 from common.labs import __main__ as command
-from common.labs import answers, ctrl_c, submit, watch
+from common.labs import answers, ctrl_c, submit, watch, whole_files
 from common.labs.lab import Verdict
 from common.labs.state import Progress, State
 from common.labs.whole_files import replace
@@ -64,7 +64,7 @@ def test_another_start_was_faster(labs, monkeypatch):  # noqa: F811
         assert labs("start", ID, "--student", "5")[0] == 0  # in another terminal
         usual(lab, folder, student)
 
-    monkeypatch.setattr(command, "os", SimpleNamespace(getpid=itertools.count(1).__next__))
+    monkeypatch.setattr(whole_files, "os", SimpleNamespace(getpid=itertools.count(1).__next__))
     monkeypatch.setattr(Echo, "start", slow)
     assert labs("start", ID)[0] == 0 and sorted(path.name for path in (labs.home / ID).iterdir()) == [
         "TASK.md", "answer.txt"
