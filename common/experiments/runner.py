@@ -26,6 +26,7 @@ def run_experiments(
     experiments: list[Callable],
     argv: list[str] | None = None,
     step: str | None = None,
+    first: Callable[[], list[str]] = list,
 ) -> int:
     """Run the experiments that the command line names, all of them by default. Returns the exit status.
 
@@ -33,6 +34,7 @@ def run_experiments(
         package: what follows `python -m`, such as step01_single_gpu.experiments.
         experiments: functions of `quick`; the first line of its docstring is printed before each.
         step: name of the folder in which figures/ is, by default the first part of `package`.
+        first: returns lines to print before all experiments.
     """
     by_name, step = {function.__name__: function for function in experiments}, step or package.partition(".")[0]
     parser = OneLineParser(prog=f"python -m {package}", description=summary(description), epilog=EPILOG)
@@ -41,6 +43,8 @@ def run_experiments(
     options = parser.parse_args(argv)
     figures.folder = Path(f"runs/{step.partition('_')[0]}-figures") if options.quick else ROOT / step / "figures"
     names = options.only or list(by_name)
+    for line in first():
+        print(line)
     for number, name in enumerate(names, 1):
         print(f"\n==== {number} of {len(names)}, {name}: {summary(by_name[name].__doc__)}", flush=True)
         start = time.perf_counter()

@@ -161,10 +161,11 @@ def looks_for(result: Checked, hidden: tuple[Path, ...]) -> list[str]:
     Its own files lie among those that are temporary, and Python's perhaps among the project's.
     """
     folders = {str(way) for each in hidden for way in (each, each.resolve())} - {tempfile.gettempdir()}
+    own = [Path(each) for each in (sys.prefix, sys.base_prefix, os.path.realpath(tempfile.gettempdir()))]
     for line in [*result.feedback, result.fault]:
         for folder in sorted(folders):
             for path in re.findall(rf"{re.escape(folder)}/[^\s'\"<>:,;)]+", line):
-                if not path.startswith((sys.prefix, sys.base_prefix, os.path.realpath(tempfile.gettempdir()))):
+                if not any(Path(path).is_relative_to(each) for each in own if not Path(folder).is_relative_to(each)):
                     return [f"your file looks for {path}, which is not there for it."]
     return []
 

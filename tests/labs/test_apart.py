@@ -136,6 +136,14 @@ def test_whoever_looks_for_the_project_is_named(line, monkeypatch):
     assert bool(grade.looks_for(Checked("a", feedback=["It is wrong.", line]), hidden)) == LOOKS_FOR[line]
 
 
+def test_the_project_may_lie_among_what_is_temporary(monkeypatch):
+    """As in a clone for an afternoon; and a check's own files are still its own."""
+    monkeypatch.setattr(grade.tempfile, "gettempdir", lambda: "/tmp")
+    for name, told in (("course", True), ("labs-1", False), ("courses", False)):
+        said = Checked("a", feedback=[f"No such file: '/tmp/{name}/sketch.py'"])
+        assert bool(grade.looks_for(said, (Path("/tmp/course"), Path("/tmp")))) == told, name
+
+
 READS = {  # text of a file, by ways of which no audit hook hears
     "from_file": "bytes(torch.ops.aten.from_file({0!r}, False, {1}, dtype=torch.uint8).tolist()).decode()",
     "readline": "'\\n'.join((r := __import__('readline')).clear_history() or r.read_history_file({0!r}) or "
