@@ -25,11 +25,12 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import UsageError
 from common.labs import find
-from common.labs.answers import kept
+from common.labs.answers import PLACES, PREDICTIONS, kept
 from common.labs.board import draw_board, publish
 from common.labs.ctrl_c import loaded
 from common.labs.lab import Lab, Verdict
@@ -151,14 +152,14 @@ def start(state: State, lab: Lab) -> None:
     print(f"# {lab.id}: {lab.title}\n\n{lab.task}\n\nYour files are in {shown(folder)}. Then: {COMMAND} check")
 
 
-def made(state: State, lab: Lab, student: int, kept: Path | None = None) -> Path:
-    """Make a lab's folder for this student's number, with the file `kept`, all of it or nothing, beside its place."""
+def made(state: State, lab: Lab, student: int, keep: Iterable[Path] = ()) -> Path:
+    """Make a lab's folder for this student's number, with the files `keep`, all of it or nothing, beside its place."""
 
     def fill(part: Path) -> None:
         lab.start(part, student)
         (part / "TASK.md").write_text(f"# {lab.id}: {lab.title}\n\n{lab.task}\n", encoding="utf-8")
-        if kept:
-            shutil.copy(kept, part)
+        for path in keep:
+            shutil.copy(path, part)
 
     return folder_beside(state.folder(lab), fill)
 
@@ -176,7 +177,7 @@ def grade(state: State, lab: Lab) -> Verdict:
     files = fingerprint(state.folder(lab))
     verdict = lab.check(state.folder(lab), progress.student)
     seconds = time.monotonic() - begun
-    first = next(iter(kept(state.folder(lab) / "stored.jsonl")), {})
+    first = next(iter(kept(state.folder(lab) / PREDICTIONS)), {})
     state.try_to_update(lambda state: state.progress(lab).note(verdict, seconds, first, files))
     if state.board and lab.kind == "design":
         publish(state)
@@ -220,9 +221,9 @@ def hint(state: State, lab: Lab) -> None:
 
 def reset(state: State, lab: Lab) -> None:
     folder, student = state.folder(lab), state.student
-    predicted = folder / "stored.jsonl"  # the first prediction for this variant remains the one that counts
-    same = predicted.is_file() and state.progress(lab).student == student
-    part = made(state, lab, student, predicted if same else None)
+    said = [folder / name for name in (PREDICTIONS, PLACES)]  # of this variant: what was said of it remains said
+    same = state.progress(lab).student == student
+    part = made(state, lab, student, [path for path in said if same and path.is_file()])
     if folder.exists():
         names = (f"{lab.id}.old{number or ''}" for number in itertools.count())
         old = next(path for name in names if not (path := state.home / name).exists())

@@ -16,6 +16,7 @@ from common.errors import UsageError
 LINE = re.compile(r"""(\w+)\s*=\s*(?:["“”]([^"“”]*)["“”]|'([^']*)'|([^"'“”#]*))\s*(?:\#.*)?""")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 DIGITS = 40  # that a number may have
+PREDICTIONS, PLACES = "stored.jsonl", "places.jsonl"  # and wrong places of a hunt: `reset` takes neither back
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UsageError
-from common.labs.answers import keep, kept, read_answers, unknown
+from common.labs.answers import PLACES, keep, kept, read_answers, unknown
 from common.labs.copies import Edit, copy_project, edited, files, read, shown
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
 from common.labs.training import SMALL, Launch, first_difference, sends_less, train
 from common.launching.system import FORK, require
 
-NEAR = 3  # lines around the bug that count as its place
+NEAR = 2  # lines around the bug that count as its place
 TOLERANCE = 1e-9  # relative, of losses and gradient norms in float64
 WORDS = 4  # that an explanation has at least
 GUESSES = 5  # wrong places, after which a place is judged only with a repair that works: to try all is no hunt
-NAMED = "places.jsonl"  # the wrong ones so far, in the student's folder
+UNSEEN = f"{SMALL} --seed 7"  # other weights and other data than the student's
 OUTSIDE = "what is outside of functions"
 FIRST = "What is the first number that differs, and who computes it?"
 
@@ -55,8 +55,8 @@ def handout(story: str, before: str, note: str = "") -> str:
         "trains both, prints all digits of their losses and gradient norms, and lays one run on top of the other. "
         "Without the bug, ten digits and more are the same.",
         f"Find the line, or where one is missing, write it into `answer.toml`, and repair it in this folder. {note}",
-        "Do not compare this folder with the project's own files or with another hunt's, as `diff -r` does: that names "
-        "the line at once, and spoils the hunt.",
+        "Do not compare this folder with the project's own files or with another hunt's, as `diff -r` does, and copy "
+        "none of them here: that names the line at once, and spoils the hunt.",
         f"*Before:* {before}. *Graded:* half for the place, half for the fix, on a training that you have not seen. "
         "Every check says how near your place is; after five wrong ones, only if your repair works.",
     )
@@ -161,9 +161,9 @@ class Hunt(Lab):
         """The different places that the student has named by now, wrong ones and this one, which is worth `place`."""
         answers = read_answers(folder)
         row = {"file": self._as_seen_here(answers["file"]), "line": int(answers["line"])}
-        before = [each for each in kept(folder / NAMED) if each != row]
-        if place < 0.5 and row not in kept(folder / NAMED):
-            keep(folder / NAMED, row)
+        before = [each for each in kept(folder / PLACES) if each != row]
+        if place < 0.5 and row not in kept(folder / PLACES):
+            keep(folder / PLACES, row)
         return [*before, row]
 
     def _repaired(self, folder: Path, bug: Bug, file: Path) -> list[tuple[int, int]]:
@@ -202,13 +202,17 @@ class Hunt(Lab):
         ranges = self.places(bug)
         if file not in ranges:
             return 0.0, f"place: the bug is not in {file}. {FIRST}", True
+        if int(line) > (last := len(bug.texts[file].splitlines())):
+            return 0.25, f"place: {file} is right, but it has only {last} lines.", True
         if not _near(int(line), ranges[file]):
             parts = _parts(bug.texts[file])
             here, there = parts(int(line)), {parts(each) for low, high in ranges[file] for each in (low, high)}
             inside = there - {OUTSIDE} or there  # a line that is missing at a function's end is missing in it
             near = f"and so is {here}, but not line {line}" if here in inside else f"but line {line} is in another part"
             return 0.25, f"place: {file} is right, {near}.", True
-        return 0.5, f"place: right, {file} near line {line}.", True
+        exact = any(low <= int(line) <= high for low, high in ranges[file])
+        which = f"line {line}" if exact else f"near line {line}: it is line {ranges[file][0][0]}"
+        return 0.5, f"place: right, {file}, {which}.", True
 
     def places(self, bug: Bug) -> dict[str, list[tuple[int, int]]]:
         """By file, the first and last line of each change in the file with the bug; of a missing one, its neighbors."""
@@ -230,7 +234,7 @@ class Hunt(Lab):
         for root in (ROOT, folder):  # the same training; when the second one runs, what ours has written is gone
             with tempfile.TemporaryDirectory(prefix="hunt-", ignore_cleanup_errors=True) as runs:
                 try:
-                    records += train([(bug.unseen, root)], Path(runs), SMALL, theirs=root != ROOT)
+                    records += train([(bug.unseen, root)], Path(runs), UNSEEN, theirs=root != ROOT)
                 except UsageError as error:
                     return str(error)
         return first_difference(*records, TOLERANCE) or sends_less(*records)

@@ -29,7 +29,7 @@ STAGE_NORM = Bug(
         Edit(CLIPPING, "mesh: of it, `world`, all ranks, and `device`.", "mesh: its groups of ranks, and its device."),
     ),
     seen=(Launch("step01_single_gpu/train.py", "--clip 0.5"), Launch(TRAIN, "--pp 2 --clip 0.5", 2)),
-    unseen=Launch(TRAIN, "--layers 4 --pp 2 --schedule interleaved --micro-batch 2 --clip 0.5", 2),
+    unseen=Launch(TRAIN, "--layers 4 --pp 2 --schedule interleaved --clip 0.5", 4),
     ask="Let every rank print what it has before the sum, and after it. Whose squares does the sum hold?",
     why="Each rank adds up the squares of its own layers, and the sum is taken over ranks that see other tokens, not "
     "over those that hold other layers. So every stage has a norm of its own, which is too small, and clips its "

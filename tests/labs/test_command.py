@@ -59,10 +59,12 @@ def test_a_course(labs):
     assert labs("check")[0] == 0 and "the answer is 7" in labs("solution", "write-01-x")[1]
     assert "done  write-01-x" in labs()[1]
     (labs.home / "write-01-x" / "stored.jsonl").write_text('{"time": 1.0}\n')
+    (labs.home / "write-01-x" / "places.jsonl").write_text('{"line": 1}\n')
     labs("reset", "write-01-x")
     labs("reset", "write-01-x")
     assert (labs.home / "write-01-x" / "answer.txt").read_text() == "?\n"
     assert (labs.home / "write-01-x" / "stored.jsonl").read_text() == '{"time": 1.0}\n', "the first prediction counts"
+    assert (labs.home / "write-01-x" / "places.jsonl").read_text() == '{"line": 1}\n', "and so does what was guessed"
     assert (labs.home / "write-01-x.old" / "answer.txt").read_text() == "7"
     assert labs("check", "write-01-x")[0] == 1 and "done  write-01-x" in labs()[1]  # the best score counts
     (labs.home / "state.json").write_text("{}")

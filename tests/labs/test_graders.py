@@ -186,6 +186,7 @@ def hunted(tmp_path, monkeypatch):
 
         def train(trainings, folder, base, theirs=False):
             assert not any(each.exists() for each in folders), "the right record is beside the student's run"
+            assert base.split().count("--seed") == 2, "other weights and data than those of run.sh"
             trained.extend(trainings)
             folders.append(folder)
             return [record(loss if root == tmp_path else 1.0) for _, root in trainings]
@@ -218,7 +219,7 @@ def test_a_fix_is_graded_on_the_training_that_nobody_has_seen(hunted):
     assert hunted(1 + 3e-10)[0].passed
     verdict, trained = hunted(1.0, fixed=False)
     assert verdict.score == 0.5 and not trained
-    assert [hunted(1.0, away)[0].score for away in (-3, 3, -4, 4)] == [1.0, 1.0, 0.75, 0.75]
+    assert [hunted(1.0, away)[0].score for away in (-2, 2, -3, 3)] == [1.0, 1.0, 0.75, 0.75]
 
 
 def test_hunts_have_trainings_that_are_not_shown():

@@ -133,7 +133,7 @@ def test_what_is_told(lab, student, tmp_path, monkeypatch):
         (0, "names no file and line", ("", line)),
         (0, "in at least 4 words, it has 1.", (file, line, "wrong")),
         (0, "there is no step2/model.py in this folder, did you mean common/model.py?", ("step2/model.py", line)),
-        (0.5, f"place: right, {file} near", (f"./runs/labs/{lab.id}/{file}", line)),
+        (0.5, f"place: right, {file}, line {line}.", (f"./runs/labs/{lab.id}/{file}", line)),
         (0.5, "place: right", (file, line)),
     ):
         answer(tmp_path, *given)

@@ -59,10 +59,12 @@ def test_a_place_is_judged_by_how_near_it_is(tmp_path):
     lines = read(tmp_path / file).splitlines()
     head = max(number for number in range(1, line) if "def complete" in lines[number - 1])
     told = {}
-    for where in (head, head - 5, line - 3, line + 3):
+    for where in (head, head - 5, line + 3, 999, line - 2, line + 2):
         answer(tmp_path, file, where)
         told[where] = lab.check(tmp_path, 0)
-    assert [found.score for found in told.values()] == [0.25, 0.25, 0.5, 0.5]
+    assert [found.score for found in told.values()] == [0.25] * 4 + [0.5] * 2
+    assert f"but it has only {len(lines)} lines." in told[999].feedback[0]
+    assert f"right, {file}, near line {line + 2}: it is line {line}." in told[line + 2].feedback[0]
     assert f"{file} is right, and so is `complete`, but not line {head}. (Wrong place 1" in told[head].feedback[0]
     assert f"but line {head - 5} is in another part. {lab.bug(0).ask}" in told[head - 5].feedback[0]
 
