@@ -38,7 +38,8 @@ def group(student, case: Case, rank: int) -> dict[str, Tensor]:
     groups = student.make_groups(*_degrees(case))
     if len(groups) != len(NAMES):
         raise ValueError(f"`make_groups` has returned {len(groups)} groups instead of {len(NAMES)}")
-    return {f"ranks of {name}": torch.tensor(dist.get_process_group_ranks(each)) for name, each in zip(NAMES, groups)}
+    ranks = [dist.get_process_group_ranks(each) if each else [] for each in groups]  # [] where no row names this rank
+    return {f"ranks of {name}": torch.tensor(each, dtype=torch.int64) for name, each in zip(NAMES, ranks)}
 
 
 def expect_groups(case: Case) -> list[Expected]:
@@ -74,7 +75,7 @@ def expect_groups(case: Case) -> list[Expected]:
             "ranks of edp": place["ranks of dp_cp"],
         }
         mistakes["ep deals the ranks of one stage anew, and a row of it has no ranks of other stages."] = {
-            "ranks of ep": torch.arange(case.ranks).view(-1, case.ep)[rank // case.ep]
+            "ranks of ep": _row(case, rank, case.ep)
         }
         mistakes[
             "ranks of a row of ep hold different experts; edp joins the ranks of a column, with the same ones."
@@ -87,11 +88,40 @@ def expect_groups(case: Case) -> list[Expected]:
         mistakes["bring dp and cp next to each other, behind pp and tp (permute), before you reshape to rows."] = [
             {"ranks of dp_cp": rows[(rows == rank).nonzero()[0, 0]].sort().values} for rows in as_they_lie
         ]
+        for name, degree in zip(NAMES[:3], _degrees(case)):
+            mistakes[f"a reshape alone cuts rows along tp: bring the axis of {name} to the end first (movedim)."] = {
+                f"ranks of {name}": _row(case, rank, degree)
+            }
+        if case.tp != case.dp * case.cp:
+            mistakes["the last axis is still that of tp: bring dp and cp to the end before you join them."] = {
+                "ranks of dp_cp": place["ranks of tp"]
+            }
+        mistakes["these are the first and the last rank alone; those between them belong to the group, too."] = [
+            {f"ranks of {name}": place[f"ranks of {name}"][[0, -1]]} for name in NAMES
+        ]
+        mistakes["no row has this rank: all rows together are all ranks, each once."] = dict.fromkeys(
+            place, torch.empty(0, dtype=torch.int64)
+        )
+        mistakes["the ranks of tp hold other parts of the weights: dp_cp joins dp and cp alone."] = {
+            "ranks of dp_cp": stage
+        }
+        mistakes["the ranks of dp hold the same weights, too, and saw other sequences: dp_cp joins both."] = {
+            "ranks of dp_cp": place["ranks of cp"]
+        }
+        dealt = torch.arange(case.ranks).view(case.dp, case.pp, -1).movedim(1, 0).reshape(-1, case.ep)
+        mistakes["edp joins ranks of one stage: the experts of other stages are those of other layers."] = {
+            "ranks of edp": dealt[:, (dealt == rank).nonzero()[0, 1]]
+        }
         mistakes["all ranks are in this group: it should have those along one dimension."] = dict.fromkeys(
             place, torch.arange(case.ranks)
         )
         found.append(Expected.of(place, mistakes))
     return found
+
+
+def _row(case: Case, rank: int, length: int) -> Tensor:
+    """The row with this rank, of all ranks cut into rows as they lie."""
+    return torch.arange(case.ranks).view(-1, length)[rank // length]
 
 
 def _stage(case: Case, rank: int) -> int:
@@ -104,6 +134,7 @@ def errors_of_groups(case: Case) -> dict[str, str]:
         "groups instead of": "seven groups are asked for: dp, pp, cp, tp, ep, dp_cp and edp.",
         "not enough values to unpack": "seven groups are asked for: dp, pp, cp, tp, ep, dp_cp and edp.",
         "is invalid for input": sizes,
+        "'list' object has no attribute": "`rows` is a list of tensors: the last line makes lists of their last axis.",
         "it does not end": "to make groups, ranks wait for each other, so all must name the same ones: each rank has "
         "to name the rows of all ranks, and not only its own.",
         "multiple subgroups": "each rank is in one row only: all rows together are all ranks, each once.",
@@ -197,11 +228,22 @@ def judge_totals(case: Case, rank: int, notes: Notes):
     yield from sends_at_most(notes, sum(2 * bytes * (1 - 1 / ranks) for bytes, ranks in over), why)
 
 
-CASES = (
+GRIDS = (  # each degree is 1, 2 and 3 somewhere; where two are, those first that tell most mistakes apart
+    Case(ranks=6, dp=3, pp=1, cp=1, tp=2, ep=2),
+    Case(ranks=4, dp=2, pp=2, cp=1, tp=1, ep=2),
+    Case(ranks=8, dp=1, pp=2, cp=2, tp=2, ep=2),
+    Case(ranks=6, dp=2, pp=1, cp=3, tp=1, ep=6),
+    Case(ranks=6, dp=1, pp=3, cp=2, tp=1, ep=1),
+    Case(ranks=6, dp=1, pp=2, cp=1, tp=3, ep=3),
+    Case(ranks=8, dp=2, pp=1, cp=2, tp=2, ep=4),
+    Case(ranks=2, dp=1, pp=2, cp=1, tp=1, ep=1),
+)
+SUMS = (
     Case(ranks=2, dp=1, pp=2, cp=1, tp=1, ep=1, width=4),
     Case(ranks=6, dp=3, pp=1, cp=1, tp=2, ep=2, width=12),
     Case(ranks=4, dp=2, pp=2, cp=1, tp=1, ep=2, width=8),
     Case(ranks=8, dp=1, pp=2, cp=2, tp=2, ep=2, width=16),
+    Case(ranks=8, dp=2, pp=1, cp=2, tp=2, ep=4, width=8),
 )
 LABS = [
     WriteLab(
@@ -209,7 +251,7 @@ LABS = [
         source="step08_5d/sketch.py",
         bodies=(1,),
         hidden={"train": "write-08-b"},
-        cases=CASES,
+        cases=GRIDS,
         run=group,
         expect=expect_groups,
         judge=lambda case, rank, notes: (),
@@ -220,7 +262,7 @@ LABS = [
         source="step08_5d/sketch.py",
         bodies=(2,),
         hidden={"make_groups": "write-08-a"},
-        cases=CASES,
+        cases=SUMS,
         run=add_up,
         expect=expect_totals,
         judge=judge_totals,
