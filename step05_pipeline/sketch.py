@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 step05_pipeline/sketch.py
 
 Both commands print the same losses, up to rounding; 4 ranks do so, too. Change SCHEDULE, and see what still works.
-Unlike NCCL, gloo allows two ranks to send to each other first, and to receive afterwards. This sketch relies on that.
+With gloo, two ranks may begin a send to each other (isend) and receive afterwards. With NCCL, both would wait for ever.
 """
 
 import os

@@ -11,6 +11,8 @@ from step05_pipeline.schedules.actions import Schedule, looped
 from step05_pipeline.schedules.simulator import Costs, simulate
 from step05_pipeline.schedules.validator import check_schedule
 
+EMPTY = "`x.grad` is empty: what was received must require a gradient before the forward, and no layer cuts the graph."
+
 # ---- write-05-a: run a schedule --------------------------------------------------------------------------------------
 
 
@@ -31,12 +33,17 @@ def expect_row(case: Case) -> list[Expected]:
     weights, samples, targets = drawn(case)
     weights.requires_grad_()
 
-    def losses(relu=torch.relu) -> list[torch.Tensor]:
-        """Of each micro-batch."""
+    def losses(relu=torch.relu, last=None, order=lambda y: y) -> list[torch.Tensor]:
+        """Of each micro-batch; `last`: what the last layer has for a relu; `order`: in which outputs are compared."""
         y = samples
-        for weight in weights:
-            y = relu(y @ weight)
-        return [part.square().sum() / targets.numel() for part in (y - targets).chunk(case.micro_batches)]
+        for number, weight in enumerate(weights, 1):
+            y = (last if last and number == len(weights) else relu)(y @ weight)
+        return [part.square().sum() / targets.numel() for part in (order(y) - targets).chunk(case.micro_batches)]
+
+    def exchanged(y: torch.Tensor) -> torch.Tensor:
+        """The second micro-batch, then the first, then the others."""
+        first, second, *others = y.chunk(case.micro_batches)
+        return torch.cat((second, first, *others))
 
     each = losses()
     digit = [each[int(str(number)[0])] for number in range(case.micro_batches)]  # of a micro-batch's number
@@ -44,7 +51,8 @@ def expect_row(case: Case) -> list[Expected]:
     (gradients,) = torch.autograd.grad(sum(each), weights, retain_graph=True)
     linear, unmasked = sum(losses(lambda y: y)), sum(losses(lambda y: y + (y.relu() - y).detach()))
     (of_digit,) = torch.autograd.grad(sum(digit), weights, retain_graph=True)
-    no_relu, no_mask = (torch.autograd.grad(loss, weights)[0] for loss in (linear, unmasked))
+    open_end = sum(losses(last=lambda y: y))
+    no_relu, no_mask, no_last = (torch.autograd.grad(loss, weights)[0] for loss in (linear, unmasked, open_end))
     y, forward = samples, []  # what goes forward, sent home in the place of its gradient
     for each_rank in weights.chunk(case.ranks):
         for weight in each_rank:
@@ -81,6 +89,17 @@ def expect_row(case: Case) -> list[Expected]:
                 "most micro-batches kept": torch.tensor(float(case.micro_batches))
             },
             "a layer is relu(x @ weight), and here its relu is missing.": named(no_relu, linear),
+            "the last layer has a relu, too: the loss compares relu(x @ weight) with the targets.": (
+                named(no_last, open_end)
+            ),
+            "the first two micro-batches have changed places: messages arrive in the order in which they are sent.": {
+                "loss": named(gradients, sum(losses(order=exchanged)))["loss"]
+            }
+            if case.micro_batches > 1
+            else {},
+            "the graph is cut between two layers: only what is sent to another rank is without one (detach).": {
+                f"gradient of my layer {layer}": None for layer in range(case.layers - 1)
+            },
             "the relu's derivative is missing in the backward: where a layer's output is 0, so is its gradient.": (
                 named(no_mask, unmasked)
             ),
@@ -88,6 +107,9 @@ def expect_row(case: Case) -> list[Expected]:
         most = min(case.micro_batches - case.late, case.ranks - rank + case.ahead)
         most = case.micro_batches if isinstance(case, Turned) else most
         kept = {"most micro-batches kept": torch.tensor(float(most))}
+        mistakes["the micro-batch of this F is kept, too: count it."] = {
+            "most micro-batches kept": torch.tensor(float(most - 1))
+        }
         found.append(Expected.of(named(gradients, sum(each)) | kept, mistakes))
     return found
 
@@ -99,13 +121,14 @@ def errors_of_row(case: Case) -> dict[str, str]:
         "and the message of F": "what goes on is the output of my layers for this very micro-batch; numbers of "
         "micro-batches may have two digits.",
         "object has no attribute 'dtype'": "the first rank's x is a sample: nobody waits for its gradient.",
-        "Expected parameter `tensor`": "`x.grad` is empty: what was received must require a gradient before the "
-        "forward.",
+        "Expected parameter `tensor`": EMPTY,
+        "waits in send": "a send that is waited for at once ends when the other rank receives, and that one may be "
+        "sending to this one: begin it (isend), go on, and wait for all sends behind the loop.",
         "KeyError": "a micro-batch is kept from its F to its B, by its whole number: numbers of micro-batches may have "
         "two digits, and F10 is not F1.",
         "does not require grad": "a graph begins where something requires a gradient: what is kept must be the output "
         "with its graph, and only what is sent is without one (detach).",
-        "NoneType": "`x.grad` is empty: what was received must require a gradient before the forward.",
+        "NoneType": EMPTY,
         "can be implicitly created only for scalar": "a backward that begins in the middle needs the gradient of what "
         "was sent: receive it from the rank behind.",
     }
