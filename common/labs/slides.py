@@ -3,8 +3,9 @@
     python -m common.labs slides          # all steps, into runs/slides
     python -m common.labs slides 3
 
-The file needs no network. Arrow keys, space and Page Down lead through it, Home and End to its ends; f fills the
-screen, and n opens a window with notes for who speaks: what the lesson says between this slide and the next.
+The file needs no network. Arrow keys, space and Page Down lead through it, Home and End to its ends. A number and
+Enter go to that slide, and so does #41 at the end of the address. f fills the screen, and n opens a window with notes
+for who speaks: what the lesson says between this slide and the next.
 """
 
 import html
