@@ -18,7 +18,8 @@ COLUMNS = (  # of the table, by the sections at which they begin; a lesson may h
     "## When to use it",
     "## Exercises",
 )
-SHOWN = re.compile(r'slides (\d), to "([^"]+)"((?:,? (?:without|and) "[^"]+")*)')  # what an agenda says of a slot
+ONE = re.compile(r"slide (\d+) of slides (\d)")
+SHOWN = re.compile(r'slides (\d), to "([^"]+)"((?:(?:,|,? without| and) "[^"]+")*)')  # what an agenda says of a slot
 QUESTIONS = 15  # minutes for the room's questions, at the beginning of a session
 
 
@@ -74,7 +75,6 @@ def test_the_table_is_what_the_lessons_take_to_read(step):
 
 @pytest.mark.parametrize("title, total", [("Ninety minutes", 90), ("Half a day", 240)])
 def test_a_slot_holds_what_is_said_of_its_slides(title, total):
-    """The last one of ninety minutes shows a section of lesson 8; it is the room that speaks."""
     slots = slots_in_hours(title)
     assert sum(minutes for minutes, _ in slots) == total
     found = [(minutes, shown(*match.groups())) for minutes, row in slots if (match := SHOWN.search(row))]
@@ -83,6 +83,23 @@ def test_a_slot_holds_what_is_said_of_its_slides(title, total):
         (minutes, shown(*match.groups())) for minutes, row in slots if "block" in row and (match := SHOWN.search(row))
     ]
     assert typed and all(said + 3 <= minutes for minutes, said in typed), typed  # for commands
+
+
+@pytest.mark.parametrize("title", ["Ninety minutes", "Half a day"])
+def test_they_end_on_the_picture_of_all_dimensions(title):
+    minutes, row = slots_in_hours(title)[-1]
+    slide, step = ONE.search(row).groups()
+    (picture,) = (find.ROOT / "step08_5d/README.md").read_text(encoding="utf-8").split("\n## ")[0].split("![")[1:]
+    (folder,) = find.ROOT.glob(f"step0{step}*")
+    items = slides.items_of_lesson(folder)
+    start, end = slides.divided(items)[int(slide) - 1]
+    assert f'alt="{picture.split("]")[0]}"' in slides.drawn(items, start, end, "")
+    assert spoken(step)[int(slide) - 1][2] + 3 <= minutes  # for the room
+
+
+def test_what_an_agenda_leaves_out_is_compared_by_no_slide():
+    for row in re.findall(r"^\|.*without.*$", TEXT, re.MULTILINE):
+        assert ("ZB-H1" in row) == ("The four side by side" in row)
 
 
 def test_prose_says_what_the_slots_hold():

@@ -13,7 +13,8 @@ import pytest
 from common.labs import find, slides
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync --virtual-time-budget=2000"
+FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
+FLAGS += " --virtual-time-budget=2000"
 SMALLEST = {"P": 24, "TABLE": 22, "FIGCAPTION": 22, "PRE": 16.5}  # pixels of letters, on slides of 720
 MEASURE = """<script>
 const seen = [...slides].map((slide, at) => {
