@@ -23,8 +23,12 @@ POINTS_BACK = re.compile(  # at what was said before; a bracket does so, too
     r"|.*\b(?:(?:one|two|three) more, which|the same (?:problem|three)|such (?!as|an?\b)|too[.:])"
     r"|.*\b(?:(?:one|two|three|four) of them|another (?:two|three|four)|earlier|later|sooner)[,.:;]"
     r"|.*\b(?:enclosed|followed|preceded) by (?:one|two|both) of them\b|[*]*Compare the two\b"
-    r"|[*]*The model (?:has|is)\b"
+    r"|[*]*The model (?:has|is)\b|[*]*(?:(?:Now|Then) )?[Ww]e \w+ their\b"
+    r"|(?!.*\b(?:one|first|half|part|some|quarter|third|eighth)\b.*\bthe (?:rest|other)\b)"
+    r".*\b(?:the rest(?! of)|the other (?:\d|two|three|four))\b"
+    r"|.*\b(?:is|are) (?:faster|slower|larger|smaller|longer|shorter)(?: if\b|[.,:;])"
 )
+AMOUNT = re.compile(r"(?<![\w.,])(?<!= )\d[\d,]*(?:\.\d+)? (?:%|[bm]illion\b|[GM]i?B\b)")  # to which a text returns
 ASKS_BACK = re.compile(r"(?:.*\b(?:that|this|it|so|they|them|these|those|then|whom)\b|.{,24}\Z)", flags=re.IGNORECASE)
 SCENE = re.compile(r"[*]*(?:Think of|Imagine|Suppose|Picture|Let)\b")  # which the next sentence speaks of
 SETS_OUT = re.compile(r"[*]*(?:To test (?:it|this)\b|One \w+ remains\b)")  # for what is said at the paragraph's end
@@ -178,6 +182,7 @@ def with_previous(sentences: list[str], at: int, enough: int = SHORT, short: int
         not is_question(sentences[at])
         and (letters < enough or len(sentences[at]) < short)
         or needs(sentences[at], sentences[at - 1])
+        or takes_up(sentences, chosen)
     ):
         at -= 1
         letters += len(sentences[at])
@@ -185,6 +190,14 @@ def with_previous(sentences: list[str], at: int, enough: int = SHORT, short: int
             break
         chosen.add(at)
     return chosen
+
+
+def takes_up(sentences: list[str], chosen: set[int]) -> bool:
+    """Whether an amount that is chosen has been said before that, near enough to say it, too."""
+    text = " ".join(sentences[at] for at in sorted(chosen))
+    again = [re.compile(rf"(?<![\w.,]){re.escape(amount)}") for amount in set(AMOUNT.findall(text))]
+    since = next((at for at in range(min(chosen)) if any(each.search(sentences[at]) for each in again)), None)
+    return since is not None and sum(map(len, sentences[since : min(chosen)])) + len(text) <= LONGEST
 
 
 def joined(sentences: list[str], chosen: set[int]) -> Iterator[str]:

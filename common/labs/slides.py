@@ -49,6 +49,7 @@ MOVES = "The picture of the slide before, in motion. It needs no key: let it run
 LOWER = "The lower half of the picture on the slide before."
 BEFORE = "As on the slide before: "
 NOT_ALONE = re.compile(r"arXiv|\A\[|\?\*?\Z")  # sources, links, and questions without an answer
+SHARES = re.compile(r"[*]*The (?:other|rest|remaining|latter|second|third|last)\b")  # what was said of the others
 ANIMATION = r"\s*\(?\[As\s+an\s+animation\]\((\S+?\.gif)\)\.?\)?"
 
 
@@ -228,7 +229,8 @@ def drawn(items: list[Item], start: int, end: int, lesson: str) -> str:
             room -= 0 if item.shown else item.high
     for at, item in enumerate(chosen):
         more = item.longer[1] - item.high if item.longer else 0
-        if 0 < more and room > 0:
+        back = not begins(item) and SHARES.match(item.notes) and not (at and ends_with_its_end(chosen[at - 1]))
+        if 0 < more and room > 0 and not back:
             chosen[at] = item._replace(body=item.longer[0])
             room -= more
     body, place = [], None
@@ -244,6 +246,11 @@ def drawn(items: list[Item], start: int, end: int, lesson: str) -> str:
     footer = " · ".join(dict.fromkeys(filter(None, (inline(lesson), inline(section)))))
     shown = "\n".join(body)
     return f'<section data-place="{footer}">\n{shown}\n<aside>\n{said}\n</aside>\n</section>'
+
+
+def begins(item: Item) -> bool:
+    """Whether a slide says a paragraph's first sentence in any case."""
+    return inline(split(item.notes)[0]) in item.body
 
 
 def ends_with_its_end(item: Item) -> bool:

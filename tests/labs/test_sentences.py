@@ -1,8 +1,12 @@
 """What a slide takes along, so that it can be understood alone, and where it begins."""
 
+import functools
+import re
+
 import pytest
 
 from common.labs import find, references, sentences, slides
+from common.labs.exhibits import inline
 
 LESSONS = [path.parent for path in sorted(find.ROOT.glob("step*/README.md"))]
 
@@ -10,6 +14,15 @@ LESSONS = [path.parent for path in sorted(find.ROOT.glob("step*/README.md"))]
 @pytest.fixture(params=LESSONS, ids=lambda path: path.name, scope="module")
 def lesson(request):
     return request.param
+
+
+@functools.cache
+def deck(folder):
+    """The items of a lesson's slides, which of them are on each slide, and what each shows without its notes."""
+    items = slides.items_of_lesson(folder)
+    places = slides.divided(items)
+    named = references.where_tables_are(items, places)
+    return items, places, [slides.drawn(named, start, end, "").split("<aside>")[0] for start, end in places]
 
 
 def test_what_a_paragraph_sets_out_for_is_said():
@@ -25,6 +38,53 @@ def test_what_a_paragraph_sets_out_for_is_said():
     commands = "This is a row of it. It is four times slower, so that cores can keep up. " + "A message waits. " * 5
     assert sentences.points(commands.strip(), True, leading=sentences.COMMANDS) == [commands.strip()]
     assert "lasts" in sentences.points("Suppose that it lasts. What happens on two nodes?", leads=True)[0]
+
+
+TAKEN_ALONG = {  # what a slide says, and the sentence of its lesson without which nobody understands it
+    "The other parameters cost this token no computation": "In Mixtral 8x7B each layer has eight MLPs",
+    "You know a way that fits: ZeRO-3 stores an eighth": "a token passes through two of them",
+    "We divide their scores by their sum": "The two best belong to E2 (green) and E1 (orange)",
+    "That is harmless.": "if all tokens choose E2 and E3?</b> Then rank 1 does all the work.",
+    "Eight ranks that repeat the other 1.6 billion": "experts are 11.3 of the 12.9 billion parameters",
+    "rank 5, which has computed the rest": "Tokens of ranks 0 to 3 that chose E2 have traveled to rank 1",
+    "sends away only 64 % of its own copies": "one rank's experts got 36 % of all choices",
+    "Why not tensor parallelism over all 32 GPUs?": "we take four nodes, 32 GPUs",
+    "Is a part of the 14.9 % just a longer bubble": "each GPU lost 14.9 % of its speed",
+    "So the message is faster than the forward if": "a message holds h numbers of β bytes",
+    "the two largest neighbors are the last layer": "the weights of two units, the one that computes and the next",
+    "So in each ring a GPU sends 50 GB/s": "a network card of its own, which sends 50 GB/s",
+}
+
+
+def test_the_other_and_the_rest_stand_where_the_first_is_said():
+    shown = []
+    for folder in LESSONS:
+        shown += ["", *(" ".join(re.sub(r"</?(?:i|code)>", "", slide).split()) for slide in deck(folder)[2])]
+    for said, needed in TAKEN_ALONG.items():
+        for number, slide in enumerate(shown):
+            assert said not in slide or needed in shown[number - 1] + slide, said
+    for needed in TAKEN_ALONG.values():
+        assert sum(needed in slide for slide in shown) == 1, needed
+
+
+def test_an_amount_to_which_a_slide_returns_has_been_shown(lesson):
+    """In the same section, what is only in the notes must not be the first that says it, unless it is calculated."""
+    items, places, bodies = deck(lesson)
+    section, before, shown = None, {}, set()
+    for (start, end), body in zip(places, bodies, strict=True):
+        for item in items[start:end]:
+            before, section = before if item.section == section else {}, item.section
+            if not item.notes or "<figure" in item.body:
+                shown |= set(sentences.AMOUNT.findall(re.sub("<.*?>|= ", "", item.body)))
+                continue
+            for sentence in sentences.split(item.notes):
+                amounts = set(sentences.AMOUNT.findall(sentence))
+                if inline(sentence) in body:
+                    missing = amounts & set(before) - shown
+                    assert not missing, (sentence, [before[amount] for amount in missing])
+                    shown |= set(sentences.AMOUNT.findall(sentence.replace("= ", "")))
+                else:
+                    before |= dict.fromkeys(amounts, sentence)
 
 
 def test_a_heading_that_counts_is_followed_by_all_that_it_counts():
@@ -45,17 +105,13 @@ def test_a_table_on_another_slide_is_named(lesson):
     )
     assert references.said_of_table("<p>These are numbers. The last row is ours:", said).endswith("row is ours:")
     assert references.is_table("<pre>a     b\n1     2</pre>") and not references.is_table("<pre>a = b\nb = a</pre>")
-    items = slides.items_of_lesson(lesson)
-    places = slides.divided(items)
-    named = references.where_tables_are(items, places)
-    for start, end in places:
-        slide = slides.drawn(named, start, end, "").split("<aside>")[0]
+    for slide in deck(lesson)[2]:
         assert "table above" not in slide or references.is_table(slide.split("table above")[0])
 
 
 def test_no_heading_at_the_foot_of_a_slide_begins_what_the_next_one_goes_on_with(lesson):
-    items, at_the_foot = slides.items_of_lesson(lesson), []
-    places = slides.divided(items)
+    items, places, _ = deck(lesson)
+    at_the_foot = []
     for start, end in places[:-1]:
         begun = any(item.place != items[end - 1].place for item in items[start:end])
         if begun and start and items[end].place == items[end - 1].place and items[end - 1].shown:
