@@ -30,7 +30,7 @@ POINTS_BACK = re.compile(  # at what was said before; a bracket does so, too
 )
 AMOUNT = re.compile(r"(?<![\w.,])(?<!= )\d[\d,]*(?:\.\d+)? (?:%|[bm]illion\b|[GM]i?B\b)")  # to which a text returns
 ASKS_BACK = re.compile(r"(?:.*\b(?:that|this|it|so|they|them|these|those|then|whom)\b|.{,24}\Z)", flags=re.IGNORECASE)
-SCENE = re.compile(r"[*]*(?:Think of|Imagine|Suppose|Picture|Let)\b")  # which the next sentence speaks of
+SCENE = re.compile(r"[*]*(?:Think of|Imagine|Suppose|Picture|(?:Now l|L)et)\b")  # which the next sentence speaks of
 SETS_OUT = re.compile(r"[*]*(?:To test (?:it|this)\b|One \w+ remains\b)")  # for what is said at the paragraph's end
 ELSEWHERE = re.compile(r".*\b(?:one|both|all|none) of these (?:two|three|four)\b")  # named in the paragraph before
 SECOND = re.compile(r"[*]*Second(?:ly)?,")
@@ -43,6 +43,7 @@ TERM = re.compile(r"(?<!^)\*\*[^*]*[^*.?!:,]\*\*")  # in bold, not as a heading:
 THINGS = re.compile(
     r"\W*(?:(?:In|On|For|At|With|From) )?[Tt]he \**([\w-]+)(?: ([\w-]+))?"
 )  # by which a sentence begins
+ALL = re.compile(r"\b[Aa]ll (?:two|three|four|five|six|seven|eight|\d+) (\w+?)s\b")  # of what was said to be so many
 WORDS = 3  # shorter ones in bold are headings
 # Letters: of one that says little alone, of one that may lead to what is shown, of what leads to commands, of what will
 # do, of the most with what follows, and with what is before
@@ -133,7 +134,7 @@ def begins_back(paragraph: str, said: list[str]) -> bool:
 
 def needs(sentence: str, previous: str) -> bool:
     """Whether a sentence is understood only after the previous one, "" where that is of another paragraph."""
-    things = THINGS.match(sentence)
+    things, whole = THINGS.match(sentence), ALL.search(sentence)
     if is_question(sentence):
         return bool(POINTS_BACK.match(sentence) or ASKS_BACK.match(sentence) or SCENE.match(previous))
     return bool(
@@ -143,6 +144,8 @@ def needs(sentence: str, previous: str) -> bool:
         or SCENE.match(previous)
         or COUNTED.match(previous)
         or SECOND.match(sentence)
+        or whole
+        and re.search(rf"\b{whole[1]}\b", previous)
         or things
         and any(re.search(rf"\b[Aa]n? (?:[\w-]+ ){{0,2}}{thing}\b", previous) for thing in things.groups() if thing)
     )

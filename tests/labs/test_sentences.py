@@ -42,7 +42,7 @@ def test_what_a_paragraph_sets_out_for_is_said():
 
 TAKEN_ALONG = {  # what a slide says, and the sentence of its lesson without which nobody understands it
     "The other parameters cost this token no computation": "In Mixtral 8x7B each layer has eight MLPs",
-    "You know a way that fits: ZeRO-3 stores an eighth": "a token passes through two of them",
+    "ZeRO-3 can do it: it stores an eighth": "a token passes through two of them",
     "We divide their scores by their sum": "The two best belong to E2 (green) and E1 (orange)",
     "That is harmless.": "if all tokens choose E2 and E3?</b> Then rank 1 does all the work.",
     "Eight ranks that repeat the other 1.6 billion": "experts are 11.3 of the 12.9 billion parameters",
@@ -52,6 +52,7 @@ TAKEN_ALONG = {  # what a slide says, and the sentence of its lesson without whi
     "Is a part of the 14.9 % just a longer bubble": "each GPU lost 14.9 % of its speed",
     "So the message is faster than the forward if": "a message holds h numbers of β bytes",
     "the two largest neighbors are the last layer": "the weights of two units, the one that computes and the next",
+    "Every GPU takes part in all eight rings": "each part goes around a ring of its own",
     "So in each ring a GPU sends 50 GB/s": "a network card of its own, which sends 50 GB/s",
 }
 
