@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from common.labs.exhibits import ROOM, exhibit, inline, lines
 from common.labs.pictures import pictures
-from common.labs.references import where_tables_are
+from common.labs.references import where_things_are
 from common.labs.sentences import (
     COMMANDS,
     COUNTED,
@@ -82,7 +82,7 @@ def write_slides(step_folder: Path, out: Path) -> Path:
     """Write the slides of the lesson in `step_folder` to the file `out`, whose folder is made, and return it."""
     items = items_of_lesson(step_folder)
     lesson, places = items[0].section, divided(items)
-    items = where_tables_are(items, places)
+    items = where_things_are(items, places)
     body = "\n".join(drawn(items, start, end, lesson) for start, end in places)
     page = LOOKS.read_text(encoding="utf-8").replace("TITLE", html.escape(lesson)).replace("SLIDES", body)
     out.parent.mkdir(parents=True, exist_ok=True)

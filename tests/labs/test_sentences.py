@@ -21,7 +21,7 @@ def deck(folder):
     """The items of a lesson's slides, which of them are on each slide, and what each shows without its notes."""
     items = slides.items_of_lesson(folder)
     places = slides.divided(items)
-    named = references.where_tables_are(items, places)
+    named = references.where_things_are(items, places)
     return items, places, [slides.drawn(named, start, end, "").split("<aside>")[0] for start, end in places]
 
 
@@ -108,6 +108,34 @@ def test_a_table_on_another_slide_is_named(lesson):
     assert references.is_table("<pre>a     b\n1     2</pre>") and not references.is_table("<pre>a = b\nb = a</pre>")
     for slide in deck(lesson)[2]:
         assert "table above" not in slide or references.is_table(slide.split("table above")[0])
+
+
+POINTED_AT = {  # what a slide says of a picture or a diagram that is on another one
+    "Look at the top timeline of the picture on slide 2.": "Look at the picture's top timeline.",
+    "In the diagram on slide 10, this changes nothing": "In the diagram above, this changes nothing",
+    "Look at the right half of the picture on slide": "Look at the figure's right half",
+    "Count the copies in panel 5 of the picture on slides 2 and 3.": "Count the copies in panel 5.",
+    "in the lower half of the picture on the slide before, each": "in the lower half of the picture, each",
+    "In the upper half of the picture on the slide before, a forward": "In the upper half of the picture, a forward",
+    "Follow rank 0 through the picture on slide 2.": "Follow rank 0 through the picture above.",
+}
+
+
+def test_a_picture_on_another_slide_is_named():
+    shown = [" ".join(re.sub("</?[ib]>", "", slide).split()) for folder in LESSONS for slide in deck(folder)[2]]
+    lessons = [" ".join((folder / "README.md").read_text(encoding="utf-8").split()) for folder in LESSONS]
+    for said, written in POINTED_AT.items():
+        assert sum(written in lesson for lesson in lessons) == 1, written
+        assert sum(said in slide for slide in shown) == 1, said
+
+
+def test_what_stands_beside_its_picture_or_leads_to_it_names_no_slide():
+    picture = slides.Item("", "", '<figure><img alt="a"></figure>', 1, True)
+    text = slides.Item("", "", "<p>Look at the picture:</p>", 1, True, "Look at the picture:")
+    behind = text._replace(body="<p>Go through the picture, which is large.</p>", notes="")
+    items = [picture, behind, text, picture, behind]
+    said = [item.body for item in references.where_things_are(items, [(0, 2), (2, 3), (3, 4), (4, 5)])]
+    assert said[:4] == [item.body for item in items[:4]] and "the picture on the slide before, which" in said[4]
 
 
 def test_no_heading_at_the_foot_of_a_slide_begins_what_the_next_one_goes_on_with(lesson):
