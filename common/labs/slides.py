@@ -37,6 +37,8 @@ LEFT_OUT = ("Exercises", "Answers")  # sections that give the exercises away
 LINE, SPACE, HEADING, TITLE, ACROSS = 34, 14, 52, 130, 92
 MOST = 40  # items of a slide, shown or not
 MORE, WHOLE = 180, 480  # letters of an item of a list, and of a paragraph, where there is room
+# How bad it is that a section, a topic, or the first topic of a section begins in the middle of a slide
+SECTION, TOPIC, FIRST = 0.9, 0.5, 0.12
 TORN = 0.5  # how bad a heading at the foot of a slide is, if what stands under it goes on
 FILLED = 0.62  # of a slide: one that has less gets more of what the lesson says there
 BLOCK = re.compile(
@@ -198,7 +200,7 @@ def cost(items: list[Item], start: int, end: int) -> float:
     filled = min(FILLED, (high + sum(item.high for item in part if not item.shown)) / ROOM) / FILLED
     crowded = max(0, high - ROOM) + 1000 * max(0, sum("<figure" in item.body for item in part) - 1)
     bad = 0.1 + (1 - filled) ** 2 + 1000 * (crowded / ROOM + items[start].follows)
-    bad += sum(0.35 if a.section != b.section else 0.12 for a, b in changes)
+    bad += sum(SECTION if a.section != b.section else TOPIC if a.topic else FIRST for a, b in changes)
     if changes and end < len(items):  # what begins below another heading should end there
         (before, last), goes_on = changes[-1], items[end]
         new_section = before.section != last.section

@@ -140,9 +140,13 @@ def test_what_stands_beside_its_picture_or_leads_to_it_names_no_slide():
 
 def test_no_heading_at_the_foot_of_a_slide_begins_what_the_next_one_goes_on_with(lesson):
     items, places, _ = deck(lesson)
-    at_the_foot = []
+    at_the_foot, in_the_middle = [], []
     for start, end in places[:-1]:
         begun = any(item.place != items[end - 1].place for item in items[start:end])
         if begun and start and items[end].place == items[end - 1].place and items[end - 1].shown:
             at_the_foot.append(items[end - 1].place)
+    for start, end in places[1:]:
+        part = [(a, b) for a, b in zip(items[start:end], items[start + 1 : end]) if a.place != b.place]
+        in_the_middle += [b.place for a, b in part if a.section != b.section or a.topic]
     assert len(at_the_foot) <= 1, at_the_foot
+    assert len(in_the_middle) <= 1, in_the_middle
