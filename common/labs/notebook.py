@@ -31,6 +31,7 @@ from common.labs.whole_files import replace
 
 SHOWN = (".py", ".toml", ".csv", ".txt")  # files of a lab that `start` shows; of .py, those that have a gap
 MARK = re.compile(r"^ *# --- (?:write this yourself|until here) ---\n?", re.MULTILINE)
+OTHERS = re.compile(r"(`(?=bash |python -m )|^ {4,}(?=python -m ))")  # commands that a cell gives to the shell
 AS_AT_THE_START = re.compile(r"raise NotImplementedError(?:\(\))?\s*(?:#.*)?")
 PATIENCE = 10.0  # seconds that a command has to end, once the cell is interrupted
 
@@ -69,7 +70,7 @@ def _do(words: list[str]) -> bool:
 def _print_lines(process: subprocess.Popen) -> None:
     for line in process.stdout:
         line = re.sub(r"python -m common\.labs ([a-z]\w*)((?: [\w-]+)*)", _as_a_cell, line)
-        print(line.replace("`python -m common.labs`", "`lab()`"), end="")
+        print(OTHERS.sub(r"\1!", line.replace("`python -m common.labs`", "`lab()`")), end="")
 
 
 def _as_a_cell(match: re.Match) -> str:

@@ -22,6 +22,7 @@ from common.labs.training import Launch, train
 
 SAME = 1e-3  # relative, at least: so near, an answer is taken to come from a formula
 WIDTH = 116  # of lines for the student, behind an indent
+DISTURBED = "what was measured is disturbed, as on a busy machine. Close what else runs, and check again."
 COMMANDS = "commands.sh"  # in a lab's folder, from the first check on
 
 
@@ -34,6 +35,20 @@ class Question(NamedTuple):
     expected: float  # what the right formula gives: the tests hold it against what is measured
     how: str  # the right formula, with what to remember
     mistakes: dict[str, float]  # what a wrong formula forgets or counts twice -> what it gives
+    above: float | None = None  # relative: so much an answer may be above what is measured, if not as much as below
+
+    @property
+    def within(self) -> str:
+        """How near an answer has to be, in words."""
+        if self.above is None:
+            return f"to within {100 * self.tolerance:g}% of what is measured"
+        room = f"up to {100 * self.tolerance:g}% less than what is measured, and {100 * self.above:g}% more"
+        return f"{room}: a busy machine is late, never early"
+
+    def is_right(self, value: float, measured: float) -> bool:
+        """Whether an answer is near enough to what was measured."""
+        more = (value - measured) / abs(measured) if measured else value
+        return -self.tolerance <= more <= (self.tolerance if self.above is None else self.above)
 
     @property
     def same(self) -> float:
@@ -71,7 +86,7 @@ class Predict(Lab):
         lines = commented(asked.given)
         for question in asked.questions:
             lines += ["", *commented(question.ask)]
-            lines += [f"# (to within {100 * question.tolerance:g}% of what is measured)", f"{question.name} = "]
+            lines += [f"# ({question.within})", f"{question.name} = "]
         (folder / "answer.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def check(self, folder: Path, student: int) -> Verdict:
@@ -86,16 +101,21 @@ class Predict(Lab):
         first = next(iter(kept(folder / "stored.jsonl")), None)
         lost = keep(folder / "stored.jsonl", row)  # before anything is measured
         stored = f"Your answer is not stored: {lost}." if lost else "Your answer is stored."
+        stored += " The score is of your last answer."
         if first:
-            stored += " What counts as your prediction is the first one: "
             given = {name: first[name] for name in row if isinstance(first.get(name), int | float)}
+            stored += " Your first prediction is kept, and your teacher sees it: "
             stored += ", ".join(f"{name} = {digits(value)}" for name, value in given.items()) or "none"
+        elif not lost:
+            stored += " This one is your first prediction: it is kept, and your teacher sees it."
         lines, right = [*lines, *wrapped(stored, width=WIDTH).splitlines(), *self._what_runs(folder, asked)], 0
+        unsure = False
         for question, value, measured in zip(asked.questions, values, self.measured(asked)):
             passed, line = grade(question, value, measured)
             right += passed
+            unsure |= line.endswith(DISTURBED)
             lines.append(line)
-        return Verdict(right / len(values), tuple(lines))
+        return Verdict(right / len(values), tuple(lines), unsure)
 
     def _what_runs(self, folder: Path, asked: Experiment) -> list[str]:
         """Lines that say what measures the answers; the commands themselves go into a file."""
@@ -107,7 +127,7 @@ class Predict(Lab):
         except OSError:  # a full disk, a read-only folder
             commands = (f"  {training.command(f'runs/{name}', self.base)}" for name, training, _ in asked.runs)
             return [*lines, "What measures it:", *commands]
-        return [*lines, f"What measures it is in {COMMANDS} in this lab's folder; `bash {COMMANDS}` runs it once more."]
+        return [*lines, f"`{command_of(folder / COMMANDS)}` runs what measures it once more."]
 
     def measured(self, asked: Experiment) -> tuple[float, ...]:
         """Run what there is to run. Returns a value for each question."""
@@ -122,6 +142,12 @@ class Predict(Lab):
         asked = self.experiment(student)
         lines = [f"{each.name}: {digits(each.expected)}\n{wrapped(each.how, '  ')}\n" for each in asked.questions]
         return "\n".join([wrapped(asked.given), "", *lines])
+
+
+def command_of(file: Path) -> str:
+    """What runs a file from the top of the project, where students' terminals and notebooks are."""
+    file = file.resolve()
+    return f"bash {shlex.quote(str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file))}"
 
 
 def commented(text: str) -> list[str]:
@@ -165,12 +191,14 @@ def grade(question: Question, value: float | None, measured: float) -> tuple[boo
     """Whether the answer is near enough to what was measured, and what to tell the student."""
     if value is None:
         return False, f"{question.name}: no answer yet."
-    if abs(value - measured) <= question.tolerance * abs(measured):
+    if question.is_right(value, measured):
         return True, f"{question.name}: right. Measured: {digits(measured)}."
     near = question.same
     known = [mistake for mistake, wrong in question.mistakes.items() if abs(value - wrong) <= near * abs(wrong)]
     if known:
         return False, f"{question.name}: {digits(value)} is what one gets who {', or who '.join(known)}."
+    if not question.is_right(question.expected, measured):
+        return False, f"{question.name}: {DISTURBED}"
     size = "too large" if abs(value) > abs(measured) else "too small"
     factor = max(abs(value), abs(measured)) / max(min(abs(value), abs(measured)), 1e-300)
     hint = f"by more than {10 ** (len(str(int(factor))) - 1):,} times" if factor >= 10 else "by a factor below 10"

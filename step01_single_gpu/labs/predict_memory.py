@@ -94,7 +94,8 @@ LABS = [
         minutes=20,
         task="""\
 Where does the memory of a training step go? `answer.toml` has the setting and the questions. Write your numbers behind
-the `=`, then `check`: it stores them first, then runs the commands and compares.
+the `=`, then `check`: it stores them first, then runs the commands and compares. Your last answer makes the score;
+your teacher sees the first one, too.
 
 *Before:* lesson 1, "The problem" and "What it costs".
 """,

@@ -232,7 +232,7 @@ def norms_of(student: int) -> Experiment:
 TASK = """\
 {what}
 `answer.toml` has the setting and the questions. Write your numbers behind the `=`, then `check`: it stores them first,
-then runs the commands and compares.
+then runs the commands and compares. Your last answer makes the score; your teacher sees the first one, too.
 
 *Before:* lesson 2, {section}.
 """

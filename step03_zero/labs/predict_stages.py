@@ -108,7 +108,8 @@ LABS = [
         minutes=15,
         task="""\
 ZeRO saves memory. What does each stage send for it? `answer.toml` has the setting and the questions. Write your numbers
-behind the `=`, then `check`: it stores them first, then runs the commands and compares.
+behind the `=`, then `check`: it stores them first, then runs the commands and compares. Your last answer makes
+the score; your teacher sees the first one, too.
 
 *Before:* lesson 3, "What it costs".
 """,

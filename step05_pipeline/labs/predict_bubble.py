@@ -8,10 +8,12 @@ TRAIN = "step05_pipeline/train.py"
 BASE = "--hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu --seed 1"
 BASE += " --steps 4 --micro-batch 1"
 STAGE = 2  # layers of a rank, and so the most stages that it may have
-# Relative: who lets every rank wait for all others, with 4 ranks 1/7 more, is told, and so is the bubble of one stage
-NEAR, NEAR_TOO = 0.065, 0.11
-# Ranks, and ms of a layer: answers are so far apart that none is right for another variant
-DELAYS = (3, 40), (4, 37), (3, 64), (4, 59)
+# Relative: ranks sleep, so a busy machine measures more than is right, and hardly ever less. Whoever lets every rank
+# wait for all others, 1/7 more with 4 ranks, is told all the same; so is who halves a bubble twice, 1/8 less with 3
+LATE, EARLY = 0.11, 0.01
+# Ranks, and ms of a layer: answers are so far apart that none is right for another variant, and so long that what a
+# busy machine adds to a step, some 0.2 s where ten processes share two cores, makes none of them wrong
+DELAYS = (3, 70), (4, 60), (3, 100), (4, 85)
 
 
 def experiment(student: int) -> Experiment:
@@ -34,7 +36,7 @@ def experiment(student: int) -> Experiment:
         Question(
             "one_stage",
             "How many seconds does a step take with --schedule 1f1b?",
-            NEAR,
+            LATE,
             plain,
             "m + p - 1 times F + B: the last rank works without a pause, but begins p - 1 forwards late, and p - 1 "
             "backwards follow.",
@@ -46,21 +48,30 @@ def experiment(student: int) -> Experiment:
                 "has a bubble of p - 1 forwards: as many backwards follow at the end": (
                     (batches + (ranks - 1) / 3) * unit
                 ),
+                "takes the bubble of two stages on each rank: with one, it is twice as long": interleaved,
             }
             | usual(plain),
+            EARLY,
         ),
         Question(
             "two_stages",
             "And with --schedule interleaved, two stages on each rank?",
-            NEAR_TOO,
+            LATE,
             interleaved,
             "The bubble consists of stages, and these are half as long: m + (p - 1)/2 times F + B.",
             {
                 "has the bubble of one stage per rank": plain,
+                "halves the bubble twice: it has p - 1 stages, as before, and only each of them is half as long": (
+                    (batches + (ranks - 1) / 4) * unit
+                ),
+                "has a bubble of p - 1 forwards of a stage: as many backwards follow at the end": (
+                    (batches + (ranks - 1) / 6) * unit
+                ),
                 "halves all of the time, and only the bubble becomes shorter": plain / 2,
                 "doubles the bubble: stages are twice as many, and half as long": (batches + 2 * (ranks - 1)) * unit,
             }
             | usual(interleaved),
+            EARLY,
         ),
     )
     flags = f"--pp {ranks} --layers {layers} --global-batch {batches} --layer-delay {delay}"
@@ -84,8 +95,9 @@ LABS = [
         minutes=15,
         task="""\
 How long does a step of a pipeline take, the bubble included? `answer.toml` has the setting and the questions. Write
-your numbers behind the `=`, then `check`: it stores them first, then runs the commands and compares. (Ranks sleep as
-long as a layer is said to take, so this works on two cores; close what else you run all the same.)
+your numbers behind the `=`, then `check`: it stores them first, then runs the commands and compares. Your last answer
+makes the score; your teacher sees the first one, too. (Ranks sleep as long as a layer is said to take, so this works on
+two cores; close what else you run all the same.)
 
 *Before:* lesson 5, "What it costs".
 """,

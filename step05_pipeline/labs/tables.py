@@ -17,6 +17,7 @@ from step05_pipeline.schedules.validator import check_schedule
 
 VALID = 0.2  # of the score, for a table that runs at all; the rest is for time and memory
 SLOW = 0.5  # of the rest, at most, for a table that takes longer than asked
+UNKEPT = 0.5  # of the rest, for a table that holds more than it may
 ROUNDING = 1e-9
 PICTURE = "schedule.png"
 STARTED = (Action("F", 0),)  # what `start` writes for each rank
@@ -105,8 +106,7 @@ class Tables(Lab):
         fast = timeline.makespan <= fastest.makespan * (1 + ROUNDING)
         held = max(timeline.unfinished)
         kept = held <= case.unfinished
-        # Squared, as the first half of the time that can be saved is easily found
-        score = VALID + (1 - VALID) * (1 if fast else SLOW * max(0.0, saved) ** 2) * (1 if kept else 0.5)
+        quick, score = points(fast, saved, kept)
         limits = f"{timeline.makespan:g} of at most {fastest.makespan:g}, memory {held} of at most {case.unfinished}"
         panels = {f"yours: time {limits}": timeline}
         if fast and kept:  # before that, it would be a solution to copy
@@ -117,7 +117,9 @@ class Tables(Lab):
         except UsageError as error:  # a full disk, a read-only folder
             drawn = f"not drawn: {error}"
         verdict = "reached" if fast else "not yet"
-        lines = [f"time    {timeline.makespan:g} of at most {fastest.makespan:g}: {verdict}"]
+        lines = [
+            f"time    {timeline.makespan:g} of at most {fastest.makespan:g}: {verdict}",
+        ]
         if not kept:
             lines.append(_over(timeline, case.unfinished))
         else:
@@ -127,6 +129,7 @@ class Tables(Lab):
                 _ready(schedule, timeline) or _held_up(schedule, timeline, self.split) or _longest_wait(timeline)
             )
         lines += [*text(timeline).splitlines(), f"({scale_of(timeline):g} characters are one unit of time)"]
+        lines.append(_said(quick, score, fast, kept))
         return Verdict(score, (*lines, drawn))
 
     def solution(self, student: int) -> str:
@@ -137,6 +140,20 @@ class Tables(Lab):
     def write_best(self, folder: Path, student: int) -> None:
         """Write what `solution` shows as a student's table."""
         write_csv(self.best(self.case(student))[0], folder / "schedule.csv")
+
+
+def points(fast: bool, saved: float, kept: bool) -> tuple[float, float]:
+    """Of a table that runs and saves this share of the time: the share of the points for time, and the score."""
+    quick = 1.0 if fast else SLOW * max(0.0, saved) ** 2  # squared, as the first half of it is easily found
+    return quick, VALID + (1 - VALID) * quick * (1.0 if kept else UNKEPT)
+
+
+def _said(quick: float, score: float, fast: bool, kept: bool) -> str:
+    """How the score comes about, in points of 100."""
+    time, all = 100 * (1 - VALID) * quick, 100 * (1 - VALID)
+    text = f"points  {100 * VALID:g} for running; {time:.3g} of {all:g} for time"
+    text += "" if fast else f" (too slow: {100 * (1 - VALID) * SLOW:g} at most)"
+    return f"{text}, and {100 * (1 if kept else UNKEPT):g}% of these for memory: {100 * score:.3g} of 100"
 
 
 def _over(timeline: Timeline, most: int) -> str:

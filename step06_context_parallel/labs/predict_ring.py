@@ -86,7 +86,8 @@ LABS = [
         minutes=15,
         task="""\
 What does a rank of the ring send in a step? `answer.toml` has the setting and the questions. Write your numbers behind
-the `=`, then `check`: it stores them first, then runs the commands and compares.
+the `=`, then `check`: it stores them first, then runs the commands and compares. Your last answer makes the score;
+your teacher sees the first one, too.
 
 *Before:* lesson 6, "What it costs".
 """,

@@ -144,7 +144,7 @@ def accounts(case: Case, layout: Layout, order: str) -> list[str]:
             what += f"node send their 1/{layout.tp} to both of the other"
         what += f"; {across} groups reach across" if across > 1 else ""
         what += f", each with 1/{layout.tp} of that" if dimension == "pp" and layout.tp > 1 else ""
-        rate = f"x {PACKET:.2f} for packets / {case.mbit / 8:g} MB/s = {found.seconds:.2f} s"
+        rate = f"x {PACKET:.4f} for packets / {case.mbit / 8:g} MB/s = {found.seconds:.2f} s"
         hidden = f", of which {found.hidden:.2f} s hide behind the last backward" if found.hidden else ""
         lines += [f"cable, {dimension}: {found.bytes:,.0f} bytes {rate}{hidden}", *wrapped(what, "  ").splitlines()]
     return lines or ["cable: no dimension reaches across"]

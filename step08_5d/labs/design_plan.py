@@ -5,8 +5,10 @@ from dataclasses import replace
 
 from common.errors import UsageError
 from common.labs.design import Design, Judged, whole
+from common.labs.lab import wrapped
 from common.presets import resolve
 from step08_5d.cost import Layout
+from step08_5d.labs.plan_accounts import accounts
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.search import MOST_FULL, Candidate, Task, flags, named, plans
 from step08_5d.planning.time.machines import MACHINES
@@ -47,6 +49,11 @@ def given(student: int) -> str:
         f"{task.name} on {task.gpus} {machine.name}s, {machine.gpus} in a node.\n"
         f"Each has {machine.memory / 1e9:.0f} GB, of which {MOST_FULL:.0%} may be filled.\n"
         f"{task.sequences} sequences of {task.seq} tokens per step, bfloat16.\n"
+        f"Times are of the planner's profile {PROFILE.name}, in step08_5d/planning/time/profiles.py: products reach\n"
+        f"{PROFILE.products:.0%} of the {machine.products / 1e12:.0f} TFLOP/s of a lone one, and messages "
+        f"{PROFILE.network:.0%} of a GPU's {machine.near / 1e9:g} GB/s in a node\n"
+        f"and {machine.far / 1e9:g} GB/s between nodes. Of a message, {PROFILE.hides:.0%} hide, if what may run "
+        "meanwhile takes long enough.\n"
         f"dp x tp x pp x cp is {task.gpus}. zero: 0 to 3; recompute: none, selective or full; micro_batch: sequences."
     )
 
@@ -84,7 +91,8 @@ def judge(answers: dict[str, str], student: int) -> Judged:
     where = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts if seconds > 0.01 * found.step)
     lines = (f"a step takes {found.step:.2f} s: {where}", f"memory: {needed / 1e9:.0f} of {room / 1e9:.0f} GB")
     legend = f"({layout.micro_batches} x {layout.micro_batch}: micro-batches of a rank x sequences in each)"
-    return Judged(named(layout), speed(task, found.step), best_speed(student), (legend, *lines))
+    more = [part for line in accounts(task, layout, PROFILE) for part in wrapped(line, "  ", 116).splitlines()]
+    return Judged(named(layout), speed(task, found.step), best_speed(student), (legend, *lines, *more))
 
 
 def best_speed(student: int) -> float:
@@ -114,16 +122,18 @@ and keeps a score board.
 
 *Graded:* 0.9 times your share of the speed of the best layout that the planner finds; 98 % of it pass.
 
-*Before:* lesson 8 and `step08_5d/planning/README.md`. Calculate first; the planner itself is the solution.
+*Before:* lesson 8 and `step08_5d/planning/README.md`. Calculate first, with the numbers of the profile that is named
+there; `check` shows how each part of the seconds comes about. The planner itself is the solution.
 """,
         hints=(
             "Start from memory: weights, gradients and Adam's state, divided by whom? Then activations: of how many "
             "tokens?",
             "What does the line of seconds say is largest beside the computation? Which dimension sends less, or to "
             "nearer GPUs?",
-            "Recomputation and ZeRO-3 buy memory with seconds. Compare them with what saves memory in another way: "
-            "tensor and context parallelism within a node, a short pipeline across nodes for the larger model, and "
-            "ZeRO-1 over the rest.",
+            "Full recomputation buys memory with a third more work: look for plans without it. The smaller model has "
+            "no pipeline, but ZeRO over all that is left by tensor or context parallelism of 2, or over all GPUs; the "
+            "larger one tensor and context parallelism within a node, a short pipeline across nodes, and ZeRO-1 over "
+            "the rest.",
         ),
         given=given,
         fields={"dp": "1", "tp": "8", "pp": "8", "cp": "1", "zero": "0", "recompute": "full", "micro_batch": "1"},

@@ -112,9 +112,22 @@ def expect_groups(case: Case) -> list[Expected]:
         mistakes["edp joins ranks of one stage: the experts of other stages are those of other layers."] = {
             "ranks of edp": dealt[:, (dealt == rank).nonzero()[0, 1]]
         }
-        mistakes["all ranks are in this group: it should have those along one dimension."] = dict.fromkeys(
-            place, torch.arange(case.ranks)
-        )
+        everybody = torch.arange(case.ranks)
+        mistakes["edp joins ranks of its own stage that hold the same experts, and here other stages are in it."] = {
+            "ranks of edp": everybody.view(-1, case.ep)[:, rank % case.ep]
+        }
+        mistakes["all ranks are in this group: edp joins those of a rank's own stage that hold the same experts."] = {
+            "ranks of edp": everybody
+        }
+        mistakes["all ranks are in this group: ep joins some of a rank's own stage, which share out the experts."] = {
+            "ranks of ep": everybody
+        }
+        mistakes["all ranks are in this group: dp_cp joins those whose coordinates along pp and tp are the same."] = {
+            "ranks of dp_cp": everybody
+        }
+        mistakes["all ranks are in this group: it should have those along one dimension."] = {
+            f"ranks of {name}": everybody for name in NAMES[:4]
+        }
         found.append(Expected.of(place, mistakes))
     return found
 

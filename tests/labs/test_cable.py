@@ -1,10 +1,12 @@
 """The design of two nodes and a slow cable: all layouts, what is said of one, and what is calculated by hand."""
 
 import itertools
+import re
 
 import pytest
 
 from common.errors import UsageError
+from common.experiments.tcp_bytes import PACKET
 from step08_5d.labs import design_cable
 from tests.labs.test_kinds import write
 
@@ -92,10 +94,25 @@ def test_the_seconds_of_the_cable_can_be_calculated_again(degrees, order, dimens
     assert found[0] == dimension and found[1].bytes == pytest.approx(size, rel=0.002)
     assert found[1].seconds == pytest.approx(found[1].bytes * 1.069 / 1.25e6, rel=0.001)
     lines = design_cable.accounts(case, layout, order)
-    assert lines[0].startswith(f"cable, {dimension}: {found[1].bytes:,.0f} bytes x 1.07 for packets / 1.25 MB/s = ")
+    assert lines[0].startswith(
+        f"cable, {dimension}: {found[1].bytes:,.0f} bytes x {PACKET:.4f} for packets / 1.25 MB/s = "
+    )
     assert said in " ".join(map(str.strip, lines)) and all(len(line) <= 118 for line in lines)
     exposed = found[1].seconds - found[1].hidden
     assert design_cable.predict(case, layout, order).cable == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize("case", design_cable.CASES)
+def test_a_line_of_the_cable_says_what_its_numbers_give(case):
+    """In hundredths of seconds, of every layout."""
+    form = r"cable, \w+: ([\d,]+) bytes x ([\d.]+) for packets / ([\d.]+) MB/s = ([\d.]+) s"
+    seen = 0
+    for each in design_cable.layouts(case):
+        for match in filter(None, (re.match(form, line) for line in design_cable.accounts(case, *each))):
+            size, packets, rate, took = (float(group.replace(",", "")) for group in match.groups())
+            assert round(size * packets / rate / 1e6, 2) == took, (each, match[0])
+            seen += 1
+    assert seen > 20
 
 
 @pytest.mark.parametrize("case", design_cable.CASES)

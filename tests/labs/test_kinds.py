@@ -9,7 +9,8 @@ import pytest
 
 from common.errors import UsageError
 from common.labs import forks, training
-from common.labs.predict import grade
+from common.labs.find import ROOT
+from common.labs.predict import COMMANDS, command_of, digits, grade
 from step01_single_gpu.labs import predict_memory
 from step02_data_parallel.labs import predict_bytes
 from step03_zero.labs import predict_stages
@@ -29,6 +30,12 @@ measured = [
     )
     for id in PREDICT
 ]
+
+
+def apart(question) -> float:
+    """Beyond this ratio no two numbers are right for the same measured value, nor one for what another one predicts."""
+    above = question.tolerance if question.above is None else question.above
+    return (1 + above) / (1 - question.tolerance)
 
 
 @pytest.mark.parametrize("id", measured)
@@ -58,23 +65,32 @@ def test_predictions(id, tmp_path, monkeypatch):
     (tmp_path / "answer.toml").write_text(f"{first.name} = {next(iter(first.mistakes.values()))!r}\n")
     found = lab.check(tmp_path, 3)
     assert found.score == 0 and any(f"who {next(iter(first.mistakes))}" in line for line in found.feedback)
-    assert any("bash commands.sh" in line for line in found.feedback)
+    (command,) = (match[1] for line in found.feedback if (match := re.search(r"`(bash .+)` runs what", line)))
+    assert command == f"bash {tmp_path}/commands.sh", "it works from where one is: in a notebook, the top"
     commands = (tmp_path / "commands.sh").read_text()
     assert commands.count(f" {asked.trainings[0].script} ") == len(asked.trainings)
     for line in (line for line in commands.splitlines() if " --run-dir " in line):
         flags = re.findall(r"--[a-z]\S*", line)
         assert len(flags) == len(set(flags)), "each flag once"
-    assert not os.system(f"bash -n {tmp_path}/commands.sh")
+    assert not os.system(command.replace("bash", "bash -n", 1))
     (tmp_path / "answer.toml").write_text(f"{first.name} = {first.expected!r}\n")
     assert lab.check(tmp_path, 3).score == 1 / len(asked.questions), "what is not answered is not right"
     (tmp_path / "answer.toml").write_text("".join(f"{name} = {value!r}\n" for name, value in right.items()))
     assert lab.check(tmp_path, 3).passed
     stored = [json.loads(line) for line in (tmp_path / "stored.jsonl").read_text().splitlines()]
     assert len(stored) == 3 and stored[2] == right
+    said = " ".join(lab.check(tmp_path, 3).feedback)
+    assert "The score is of your last answer. Your first prediction is kept, and your teacher sees it: " in said
+    assert f"{first.name} = {digits(next(iter(first.mistakes.values())))}" in said
     (tmp_path / "answer.toml").write_text(f"{first.name} = many\n")
     with pytest.raises(UsageError, match="many is not a number"):
         lab.check(tmp_path, 3)
     assert first.how.split()[-1] in lab.solution(3)
+
+
+def test_what_measures_a_prediction_runs_from_the_top():
+    assert command_of(ROOT / "runs/labs/predict-05-a" / COMMANDS) == "bash runs/labs/predict-05-a/commands.sh"
+    assert command_of(ROOT.parent / "my labs" / COMMANDS) == f"bash '{ROOT.parent}/my labs/commands.sh'"
 
 
 @pytest.mark.parametrize("id", PREDICT)
@@ -83,7 +99,7 @@ def test_no_answer_is_right_for_another_variant(id):
     values = {}
     for student in range(72):
         for question in PREDICT[id].experiment(student).questions:
-            far = (1 + question.tolerance) / (1 - question.tolerance)
+            far = apart(question)
             values.setdefault(question.name, set()).add((round(question.expected, 9), far))
     for name, found in values.items():
         for (low, _), (high, far) in itertools.pairwise(sorted(found)):
@@ -182,6 +198,18 @@ def test_who_waits_although_a_backward_is_ready(tmp_path, monkeypatch):
     assert "(2 characters are one unit of time)" in found.feedback
 
 
+def test_what_a_table_is_said_to_be_worth():
+    """20 points as it runs; 40 times the square of what it saves; of that, half where memory is over its limit."""
+    for fast, saved, kept, quick, score in (
+        (True, 1.0, True, 1.0, 1.0),
+        (True, 1.1, False, 1.0, 0.6),
+        (False, 0.5, True, 0.125, 0.3),
+        (False, 0.5, False, 0.125, 0.25),
+        (False, -1.0, True, 0.0, 0.2),
+    ):
+        assert tables.points(fast, saved, kept) == pytest.approx((quick, score))
+
+
 @pytest.mark.parametrize(
     ("name", "low", "high", "said"),
     [
@@ -208,6 +236,12 @@ def test_what_a_slow_table_is_worth(name, low, high, said, tmp_path, monkeypatch
     (tmp_path / "schedule.csv").write_text("\n".join(map(",".join, rows)) + "\n")
     found = lab.check(tmp_path, 1)
     assert low <= found.score <= high and said in "\n".join(found.feedback), found
+    form = (
+        r"points  20 for running; ([\d.]+) of 80 for time(?: \(.*\))?, and (\d+)% of these for memory: ([\d.]+) of 100"
+    )
+    time, share, all = re.fullmatch(form, found.feedback[-2]).groups()
+    assert 20 + float(time) * int(share) / 100 == pytest.approx(float(all), abs=0.1), "as one calculates"
+    assert float(all) == pytest.approx(100 * found.score, abs=0.1) and (share == "50") == ("each may hold" in said)
     assert len(panels) == 1 + found.passed
 
 

@@ -13,8 +13,8 @@ import pytest
 from common.labs.answers import unknown
 from common.labs.copies import edited
 from common.labs.find import ROOT
-from common.labs.predict import Question, changed_lines, digits, grade, script
-from tests.labs.test_kinds import PREDICT
+from common.labs.predict import DISTURBED, Question, changed_lines, digits, grade, script
+from tests.labs.test_kinds import PREDICT, apart
 
 # Lab, question, how a mistake begins -> what it gives, as a share of the right answer; N ranks
 RATIOS = {
@@ -41,7 +41,10 @@ RATIOS = {
     ("predict-05-a", "one_stage", "takes a layer"): lambda n: 1 / 2,  # a stage is two
     ("predict-05-a", "one_stage", "counts a bubble"): lambda n: (3 * n - 2) / (2 * n - 1),  # of n micro-batches
     ("predict-05-a", "one_stage", "lets every rank wait"): lambda n: 2 * n / (2 * n - 1),
-    ("predict-05-a", "two_stages", "halves"): lambda n: (n - 1 / 2) / (n + (n - 1) / 2),
+    ("predict-05-a", "one_stage", "takes the bubble of two"): lambda n: (3 * n - 1) / (4 * n - 2),
+    ("predict-05-a", "two_stages", "halves the bubble twice"): lambda n: (5 * n - 1) / (6 * n - 2),
+    ("predict-05-a", "two_stages", "has a bubble of p - 1 forwards"): lambda n: (7 * n - 1) / (9 * n - 3),
+    ("predict-05-a", "two_stages", "halves all"): lambda n: (n - 1 / 2) / (n + (n - 1) / 2),
     ("predict-05-a", "two_stages", "counts the forward"): lambda n: 1 / 3,
     ("predict-06-a", "ring", "forgets the way home"): lambda n: (3 * n - 3) / (3 * n - 2),
     ("predict-06-a", "ring", "forgets that keys"): lambda n: (2 * n - 1) / (3 * n - 2),
@@ -82,6 +85,32 @@ def test_gathers_and_sums_of_the_stages():
         assert said["forgets the gradients"] == pytest.approx(gathered)
 
 
+@pytest.mark.parametrize("student", range(4))
+def test_a_busy_machine_makes_no_right_answer_wrong_and_no_wrong_one_right(student):
+    """Ranks that sleep are late by up to a tenth of a second and more, and hardly ever early."""
+    lab = PREDICT["predict-05-a"]
+    for question in lab.experiment(student).questions:
+        for late in (-0.009 * question.expected, 0.0, 0.05, 0.1, 0.2):
+            measured = question.expected + late
+            assert grade(question, question.expected, measured)[0], (question.name, late)
+            for mistake, wrong in question.mistakes.items():
+                right, line = grade(question, wrong, measured)
+                assert not right and mistake in line, (question.name, late, line)
+    assert "up to 11% less than what is measured, and 1% more" in lab.experiment(0).questions[0].within
+
+
+def test_a_machine_that_is_too_busy_is_no_wrong_answer(tmp_path, monkeypatch):
+    """It refuses the right number, so it has no say in a grade; and mistakes are told all the same."""
+    lab = PREDICT["predict-05-a"]
+    one, two = lab.experiment(0).questions
+    monkeypatch.setattr(type(lab), "measured", lambda self, asked: (1.2 * one.expected, two.expected))
+    for answer, said in ((one.expected, DISTURBED), (one.expected / 3, "who counts the forward alone")):
+        (tmp_path / "answer.toml").write_text(f"one_stage = {answer}\ntwo_stages = {two.expected}\n")
+        found = lab.check(tmp_path, 0)
+        assert found.score == 0.5 and found.unsure == (said == DISTURBED)
+        assert any(line.startswith("one_stage: ") and said in line for line in found.feedback)
+
+
 VARIANTS = range(72)
 
 
@@ -93,7 +122,7 @@ def test_a_wrong_formula_neither_passes_nor_gives_what_another_one_gives(id):
     """
     for student in VARIANTS:
         for question in PREDICT[id].experiment(student).questions:
-            far = (1 + question.tolerance) / (1 - question.tolerance)
+            far = apart(question)
             names = [None, *question.mistakes]
             for (one, low), (two, high) in itertools.combinations(
                 zip(names, (question.expected, *question.mistakes.values())), 2

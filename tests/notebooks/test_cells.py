@@ -191,12 +191,16 @@ def test_commands_are_said_as_a_cell_says_them(monkeypatch, capsys):
         "  If you are stuck: python -m common.labs hint write-03-a\n(`python -m common.labs solution x-1 --give-up`)\n"
         "Then: python -m common.labs check\nNext: python -m common.labs start write-01-b\n"
         "`python -m common.labs` lists them\n"
+        "`bash runs/labs/predict-05-a/commands.sh` runs it\nDraw: `python -m step05_pipeline.schedules --pp 2`\n"
+        "    python -m step08_5d.planning plan\n"
     )
     monkeypatch.setattr(notebook.subprocess, "Popen", lambda *_, **__: Printing(text))
     notebook.lab("check", "write-03-a")
     assert capsys.readouterr().out == (
         '  If you are stuck: lab("hint", "write-03-a")\n(`lab("solution", "x-1", "--give-up")`)\n'
         'Then: check()\nNext: start("write-01-b")\n`lab()` lists them\n'
+        "`!bash runs/labs/predict-05-a/commands.sh` runs it\nDraw: `!python -m step05_pipeline.schedules --pp 2`\n"
+        "    !python -m step08_5d.planning plan\n"
     )
     notebook.lab("watch", "write-03-a")
     assert capsys.readouterr().out.startswith("watch is for a terminal.")
