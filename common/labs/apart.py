@@ -23,8 +23,8 @@ END_WITH_PARENT, DUMPABLE, NO_NEW_RIGHTS = 1, 4, 38  # of <sys/prctl.h>
 CAPABILITIES = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
 FILES = 1 << 16  # that a process may have open, and more than it has
 NOT_ALLOWED = 77  # exit status: the system knows no such namespace, or does not give it to us
-OWN = "processes among themselves, for which this project and other submissions are not there"
-SHARED = "processes that see those of others, and could read the solutions in this project"
+OWN = "It saw no processes but its own, and neither this project nor other submissions."
+SHARED = "It saw the processes of others, and could read the solutions in this project."
 
 _confined = _inside = False  # whether a submission is checked in this process, and whether it runs in this one
 _hidden: list[Path] = []  # folders that are empty for what runs apart

@@ -66,6 +66,7 @@ class Checked:
     feedback: list[str] = field(default_factory=list)
     fault: str = ""  # why its check did not come to an end
     unsure: bool = False  # that was this machine, so the score is no grade yet
+    unjudged: bool = False  # nothing of it came to its end, or is there yet; the first line says what
     seconds: float = 0.0
     network: str = ""
     changed: list[str] = field(default_factory=list)  # files of the checkout that differ after it

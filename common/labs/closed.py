@@ -41,7 +41,8 @@ ELSEWHERE = ("ctypes.", "gc.get_", "mmap.", "socket.bind", "socket.connect")
 STARTS = ("_thread.start_",)
 MOVES = ("os.link", "os.symlink", "os.rename")
 FRAMES = ("sys._current_", "sys.settrace", "sys.setprofile")  # which show those of others
-ASK_FOR_OTHERS = ("contextlib", "inspect", "torch.utils._python_dispatch", "common.labs.seen")  # names of modules
+ASK_FOR_OTHERS = "contextlib", "inspect", "common.labs.seen"  # names of modules
+ASK_FOR_OTHERS += "torch.utils._python_dispatch", "torch.sparse._semi_structured_ops"
 OF_FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")  # attributes that lead to one
 IMPORTS = {
     id(each.__code__)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 NEW_USER, NEW_NETWORK = 0x10000000, 0x40000000  # CLONE_NEWUSER, CLONE_NEWNET of <sched.h>
 SET_FLAGS, UP_AND_RUNNING = 0x8914, 0x41  # SIOCSIFFLAGS; IFF_UP | IFF_RUNNING
-NAMESPACE, GUARD = "a network of its own", "only Python's sockets are closed"
+NAMESPACE = "Each submission had a network of its own."
+GUARD = "Only Python's sockets kept submissions from the network."
 FILE = 256 << 20  # bytes that a file may have
 
 # Runs at the start of every Python process that finds it on its path.

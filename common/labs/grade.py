@@ -31,6 +31,7 @@ from common.labs.submit import commit, printable
 from common.launching.command_line import OneLineParser, summary
 from common.launching.system import FORK, require
 
+NOTED = 300  # characters of a line that a check has said
 SHARED = 0  # the number under which a class works together: its variants are accepted from everybody
 
 
@@ -147,7 +148,11 @@ def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Checkout) ->
             row.notes.append(f"{result.id}: {result.fault}")
         if result.unsure:
             row.notes.append(f"{result.id}: this machine was too busy to tell; `--resume` checks it once more")
-        row.notes += [f"{result.id}: REFUSED: {line}" for line in result.feedback[:1] if is_refusal(line)]
+        first = result.feedback[0] if result.feedback else ""
+        if is_refusal(first):
+            row.notes.append(f"{result.id}: REFUSED: {first}")
+        elif result.unjudged and first and not result.unsure:
+            row.notes.append(f"{result.id}: {first[:NOTED]}")
         row.notes += [f"{result.id}: REFUSED: {line}" for line in looks_for(result, limits.hidden)]
         row.results[result.id] = result
     for result in row.results.values():

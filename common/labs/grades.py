@@ -7,7 +7,7 @@ from pathlib import Path
 from common.labs.checkout import Checked
 from common.labs.found import write_json
 from common.labs.marker import write_page
-from common.labs.rows import NOTHING, STOPPED, Row
+from common.labs.rows import EMPTY, NOTHING, STOPPED, Row
 from common.labs.submit import printable
 
 
@@ -24,8 +24,8 @@ def write_all(rows: list[Row], labs: list[str], out: Path) -> None:
             write_json(out / "results" / f"{row.who.number}.json", gradescope(row, labs))
     page = write_page(rows, labs, out / "marker.html")
     networks = {result.network for row in rows for result in row.results.values()} - {""}
-    if networks:
-        print(f"Submissions had {' and '.join(sorted(networks))}.")
+    for each in sorted(networks):
+        print(each)
     print(f"Wrote {out / 'grades.csv'}, {page}, and {out / 'results'} for Gradescope.")
     if odd := [row for row in rows if row.notes not in ([], [NOTHING])]:
         print(f"{len(odd)} of {len(rows)} rows have notes; look at these.", file=sys.stderr)
@@ -56,8 +56,9 @@ def gradescope(row: Row, labs: list[str]) -> dict:
         status = "passed" if result.score == 1 else "failed"
         output = "\n".join([*result.feedback, *([result.fault] if result.fault else [])])
         tests.append({"name": id, "score": round(result.score, 3), "max_score": 1, "status": status, "output": output})
-    late = f"{row.late:.1f} hours late" if row.late else ""
-    return {"score": round(row.total, 3), "output": late, "visibility": "visible", "tests": tests}
+    said = [f"{row.late:.1f} hours late"] if row.late else []
+    said += [EMPTY] if EMPTY in row.notes else []
+    return {"score": round(row.total, 3), "output": "; ".join(said), "visibility": "visible", "tests": tests}
 
 
 def of_one(rows: list[Row], labs: list[str]) -> dict:

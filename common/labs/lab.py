@@ -13,6 +13,7 @@ class Verdict:
     score: float  # from 0 to 1, for partial credit; 1 has passed
     feedback: tuple[str, ...]  # lines for the student: what differs first and where, and what it probably comes from
     unsure: bool = False  # the check was cut off by a busy machine, so another one may find more
+    unjudged: bool = False  # nothing came to its end, or is there yet; the first line says what
 
     @property
     def passed(self) -> bool:

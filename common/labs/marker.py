@@ -34,7 +34,7 @@ margin: .4rem 0; padding: .1rem .8rem; background: #f3f3fa } .overflow { overflo
 def write_page(rows: list, labs: list[str], path: Path) -> Path:
     """Write the page of these rows of `grade`. Returns its path."""
     head = "".join(f"<th>{escape(id)}</th>" for id in labs)
-    lines = [f"<tr><th>number</th><th>name</th><th>hours late</th>{head}<th>total</th></tr>"]
+    lines = [f"<tr><th>number</th><th>name</th><th>hours late</th>{head}<th>total</th><th>note</th></tr>"]
     parts = []
     for place, row in enumerate(rows):
         who = f"{row.who.number} {row.name}" if row.who else row.file
@@ -44,7 +44,8 @@ def write_page(rows: list, labs: list[str], path: Path) -> Path:
         number = row.who.number if row.who else ""
         ended = any(note.startswith("not checked: ") for note in row.notes)
         total = "not checked" if ended else f"{row.total:.2f}"
-        lines.append(f"<tr><td class=n>{number}<td>{link}<td class=n>{late}{cells}<td class=n>{total}</tr>")
+        why = "" if row.results else _shown("; ".join(row.notes))
+        lines.append(f"<tr><td class=n>{number}<td>{link}<td class=n>{late}{cells}<td class=n>{total}<td>{why}</tr>")
         parts.append(f'<h2 id="r{place}">{_shown(who)}: {total}</h2>')
         parts += [f"<p class=note>{_shown(note)}</p>" for note in row.notes]
         parts += [_lab(row, id) for id in labs if id in row.results]

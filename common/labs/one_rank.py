@@ -30,7 +30,7 @@ from common.labs.failures import plain_line
 from common.labs.find import ROOT, all_labs
 from common.labs.seen import Watching, line_of
 from common.labs.uncounted import refuse_uncounted
-from common.labs.written import Failure, write_failure, write_result
+from common.labs.written import Failure, plain, write_failure, write_result
 
 LONGEST = timedelta(seconds=120)  # that gloo waits: by then, the check has ended
 
@@ -81,7 +81,7 @@ def run(
             dist.init_process_group("gloo", rank=rank, timeout=LONGEST, **world)
             watching.append(Watching(file, given, refuse))
             with watching[-1] as notes:
-                values = run(student, case, rank)
+                values = plain(run(student, case, rank))
             write(Path(folder, f"{number}.{rank}"), write_result(values, notes))
             while not all(Path(folder, f"{number}.{each}").exists() for each in range(case.ranks)):
                 time.sleep(0.002)  # so that no rank sees a connection closed

@@ -96,7 +96,8 @@ class Predict(Lab):
         values = [number(answers, name) for name in names]
         lines = [line] if (line := unknown(answers, names)) else []
         if all(value is None for value in values):
-            return Verdict(0.0, ("No answer yet: predict at least one number in answer.toml, then check.", *lines))
+            none = "No answer yet: predict at least one number in answer.toml, then check."
+            return Verdict(0.0, (none, *lines), unjudged=True)
         row = dict(zip(names, values))
         first = next(iter(kept(folder / "stored.jsonl")), None)
         lost = keep(folder / "stored.jsonl", row)  # before anything is measured

@@ -117,14 +117,14 @@ def _be_check(job: dict, lab: dict, writing: int) -> None:
         os.environ["TMPDIR"] = os.environ["HOME"] = tempfile.tempdir = str(scratch / "tmp")
         _silence(scratch / "printed")
         network = confine(scratch, job["seconds"], job["memory"])
-        result["network"] = f"{network}, {apart.OWN if apart.begin(*places) else apart.SHARED}"
+        result["network"] = f"{network} {apart.OWN if apart.begin(*places) else apart.SHARED}"
         folder = scratch / lab["id"]
         folder.mkdir()
         result["fault"] = attempt(folder / "said") if lab["id"] == ATTEMPT else ""
         if lab["id"] != ATTEMPT:
             result |= _check(lab, folder, scratch)
     except UsageError as error:
-        result["feedback"] = [str(error)]
+        result |= {"feedback": [str(error)], "unjudged": True}
     except BaseException as error:
         result["fault"] = f"its check failed: {type(error).__name__}: {str(error)[:300]}"
     try:
@@ -142,7 +142,8 @@ def _check(lab: dict, folder: Path, scratch: Path) -> dict:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(base64.b64decode(content))
     verdict = found.check(folder, lab["student"])
-    return {"score": verdict.score, "feedback": to_keep(verdict.feedback, scratch), "unsure": verdict.unsure}
+    kept = {"score": verdict.score, "feedback": to_keep(verdict.feedback, scratch)}
+    return kept | {"unsure": verdict.unsure, "unjudged": verdict.unjudged}
 
 
 def attempt(said: Path) -> str:

@@ -11,6 +11,7 @@ from common.labs.roster import Student, hours_late, moment
 from common.labs.submit import Submission, Unreadable, printable, read_submission
 
 NOTHING, STOPPED = "nothing was handed in", "not checked: grading was ended"
+EMPTY = "it is empty: no file of a lab was changed"
 
 
 @dataclass
@@ -61,7 +62,7 @@ def collect(folder: Path, roster: dict[int, Student], deadline: datetime | None)
             row.notes.append("it does not say when it was made")
         row.notes += [f"left out: {each}" for each in row.submission.left_out]
         if not row.submission.files:
-            row.notes.append("it is empty: no file of a lab was changed")
+            row.notes.append(EMPTY)
         row.who = roster.get(about["student"])
         if roster and row.who is None:
             row.notes.append(f"number {about['student']} ({about['name'] or 'no name'}) is not on the roster")

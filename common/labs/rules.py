@@ -28,6 +28,15 @@ def works_at_most(notes: Notes, most: float, what: str) -> Iterator[str]:
         yield f"its matrix products take {notes.multiplied:,} multiplications, and {most:,.0f} are enough. {what}"
 
 
+def works_at_least(notes: Notes, least: float) -> Iterator[str]:
+    """One sentence if matrix products take fewer multiplications: then others, which nobody counts, did their work."""
+    if notes.multiplied * SLACK < least:
+        yield (
+            f"its matrix products take {notes.multiplied:,} multiplications, and {least:,.0f} are needed: write each "
+            "product as one (@), because products and sums of single numbers are not counted."
+        )
+
+
 def holds_at_most(notes: Notes, most: float, what: str) -> Iterator[str]:
     """One sentence if more bytes of new tensors lived at once."""
     notes.allowed = most

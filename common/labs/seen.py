@@ -4,19 +4,21 @@ The notes are taken below torch's Python, so it does not matter by which functio
 """
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from threading import get_ident
 
 import torch
+from torch._C import _disabled_torch_dispatch_impl, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
 from torch.distributed import ProcessGroup, Work, get_process_group_ranks
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from common.labs.closed import MAIN_THREAD, Closed, generated
+from common.labs.closed import MAIN_THREAD, UNCOUNTED, Closed, generated
 from common.labs.notes import Held, Notes, SeenCall
 
 NAMES = {  # the beginning of an operator's name in torch.ops.c10d, or in _c10d_functional -> what everybody calls it
@@ -35,10 +37,14 @@ NAMES = {  # the beginning of an operator's name in torch.ops.c10d, or in _c10d_
     "scatter": "scatter",
     "barrier": "barrier",
 }
+SILENT = ("wait_tensor", "wrap_tensor_autograd", "monitored_barrier", "check_for_nan")  # send nothing
 SHOWN = 8  # tensors of the peak that are remembered
 PATIENCE = 0.02  # seconds that a thread computes until others must have let go of what they send
 ELSEWHERE = f"your file computes in another thread, {MAIN_THREAD}"
-PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
+BELOW = f"your file has a mode on that sees what is behind the notes, {UNCOUNTED}"
+OPERATOR = f"your file uses an operator of its own, {UNCOUNTED}"
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot")
+NAMESPACES = ("aten", "c10d", "_c10d_functional", "_c10d_functional_autograd", "prim", "prims", "profiler")
 
 
 def _raise(why: str) -> None:
@@ -98,6 +104,18 @@ class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if get_ident() != self._thread:
             self._refuse(ELSEWHERE)
+        if torch._C._len_torch_dispatch_stack():  # of modes that go to work while this one is off
+            self._refuse(BELOW)
+        if function.namespace not in NAMESPACES:
+            self._refuse(OPERATOR)
+        if any(each.__torch_dispatch__ is not _disabled_torch_dispatch_impl for each in types):
+            return NotImplemented  # a class of tensors has operators of its own: what these do comes here, too
+        if _is_composite(function):  # in inference mode, these come here, and what they are made of does not
+            _push_on_torch_dispatch_stack(self)
+            try:
+                return function.decompose(*args, **(kwargs or {}))
+            finally:
+                _pop_torch_dispatch_stack(None)
         line = self._line(sys._getframe())
         if not line:  # not the student's doing
             out = function(*args, **(kwargs or {}))
@@ -109,6 +127,8 @@ class Watching(TorchDispatchMode):
             if found:
                 call, self._lent = self._call(found[0], args, line), True
                 self.notes.calls.append(call)
+            elif name not in SILENT:
+                self._refuse(f"your file calls {kind}.{name}, {UNCOUNTED}")
         elif name in PRODUCTS:
             self.notes.products += len(args[1]) if args[1].dim() == 3 else 1
             self.notes.multiplied += args[-2].numel() * (args[-1].shape[-1] if args[-1].dim() > 1 else 1)
@@ -188,6 +208,12 @@ class Watching(TorchDispatchMode):
         for name, now, before in self._needed:
             if name not in self._changed and not _same(now, before):
                 self._changed[name] = line
+
+
+@functools.cache
+def _is_composite(function) -> bool:
+    """Whether an operator is made of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
 
 
 def patiently(done: Callable[[], bool]) -> bool:

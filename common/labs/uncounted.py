@@ -12,13 +12,15 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import _tensor_str
 from torch._C import _distributed_c10d as c10d
+from torch._dispatch import python as dispatch_of_python
 from torch.utils import _mode_utils
 from torch.utils import _python_dispatch as modes
 from tqdm import tqdm
 
-from common.labs.closed import MAIN_THREAD, NEED_NOT, UNCOUNTED, asks_itself, only_for_others, refused
-from common.labs.seen import NAMES, Watching
+from common.labs.closed import IMPORTS, MAIN_THREAD, NEED_NOT, UNCOUNTED, asks_itself, only_for_others, refused
+from common.labs.seen import NAMES, OPERATOR, Watching
 
 STORE = f"your file talks by the store in which ranks find each other, {UNCOUNTED}"
 BACKEND = f"your file calls what is behind a process group, {UNCOUNTED}"
@@ -26,7 +28,8 @@ SHARED = f"your file shares memory with other processes, {UNCOUNTED}"
 NOTES = f"your file reaches for the notes that are taken of it, {NEED_NOT}"
 CALLED = f"your file lets another thread call it, {MAIN_THREAD}"
 
-SWITCHES = r"DispatchKeyGuard$|_DisableTorchDispatch$|_dispatch_tls_set_\w+$"  # names in torch._C
+SWITCHES = r"DispatchKeyGuard$|_DisableTorchDispatch$|_EnablePythonDispatcher$|_dispatch_tls_set_\w+$"  # in torch._C
+MAKES = r"def|impl|fallback|register"  # how names of methods begin that make operators, or replace what they do
 HAND_OUT = "_pop_torch_dispatch_stack", "_get_dispatch_stack_at"  # what takes notes, and other modes
 
 
@@ -40,6 +43,11 @@ def refuse_uncounted(refuse: Callable[[str], NoReturn], theirs: Callable[[str], 
         if re.search(SWITCHES, name):
             setattr(torch._C, name, kept(getattr(torch._C, name), NOTES))
     _mode_utils.no_dispatch = torch._C._DisableTorchDispatch
+    dispatch_of_python.enable_python_dispatcher = torch._C._EnablePythonDispatcher
+    for name in [name for name in vars(torch._C._DispatchModule) if re.match(MAKES, name)]:
+        make = getattr(torch._C._DispatchModule, name)
+        setattr(torch._C._DispatchModule, name, only_for_imports(make, refuse, theirs))
+    _tensor_str._str = _prints_plain(_tensor_str._str)
     for name in HAND_OUT:
         call = _keeps_notes(getattr(torch._C, name), refuse, theirs)
         for module in (torch._C, modes):
@@ -75,6 +83,32 @@ def _keeps_notes(call: Callable, refuse: Callable[[str], NoReturn], theirs: Call
         return found
 
     return asked
+
+
+def only_for_imports(make: Callable, refuse: Callable[[str], NoReturn], theirs: Callable[[str], bool]) -> Callable:
+    """A function that makes operators, for modules of PyTorch that make theirs while they are imported."""
+
+    def asked(*args, **kwargs):
+        frame = sys._getframe(1)
+        while frame is not None and id(frame.f_code) not in IMPORTS:
+            if theirs(frame.f_code.co_filename):
+                refuse(OPERATOR)
+            frame = frame.f_back
+        return make(*args, **kwargs)
+
+    return asked
+
+
+def _prints_plain(show: Callable) -> Callable:
+    """What prints a tensor, and takes no notes meanwhile: it may not call the student's file in this moment."""
+
+    def shown(tensor, **options):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return _tensor_str._str_intern(tensor, **options)
+        with torch._C.DisableTorchFunction():
+            return show(tensor, **options)
+
+    return shown
 
 
 def only_for_groups(call: Callable, refuse: Callable[[str], NoReturn]) -> Callable:

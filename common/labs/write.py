@@ -117,7 +117,7 @@ class WriteLab(Writing):
             feedback = ["The numbers are right, but not the way to them.", *feedback]
         certain = (*feedback, *list(faults.values())[:3])
         told = certain if not outcome.failure or outcome.failure in certain else (*certain, *failed)
-        return Verdict(score, told, outcome.too_busy)
+        return Verdict(score, told, outcome.too_busy, unjudged=not outcome.results)
 
 
 def page(module: str, id: str) -> dict:

@@ -37,10 +37,14 @@ class Other:
         return self.text
 
 
-def write_result(values: dict, notes: Notes) -> bytes:
-    """Of one rank in one case. Values that are no tensors are kept as text."""
-    named = {name: _value(each) for name, each in values.items()}
-    return json.dumps({"values": named, "notes": vars(notes)}).encode()
+def plain(values: dict) -> dict[str, dict | None]:
+    """Values as they are written: those that are no tensors are kept as text. This may run a student's own class."""
+    return {name: _value(each) for name, each in values.items()}
+
+
+def write_result(values: dict[str, dict | None], notes: Notes) -> bytes:
+    """Of one rank in one case, with values that are `plain`."""
+    return json.dumps({"values": values, "notes": vars(notes)}).encode()
 
 
 def read_result(content: bytes) -> tuple[dict[str, Tensor | Other | None], Notes]:
@@ -70,8 +74,8 @@ def _value(value) -> dict | None:
     if value is None:
         return None
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
-        numbers = plain.view(torch.uint8).numpy().tobytes() if len(plain) else b""
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+        numbers = flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
         named = {"type": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
         return named | {"numbers": base64.b64encode(numbers).decode()}
     return {"text": repr(value)[:SHOWN]}

@@ -4,7 +4,7 @@ import torch
 
 from common.labs.notes import Notes
 from common.labs.ranks import Case
-from common.labs.rules import hides, multiplies_at_most, sends_at_most
+from common.labs.rules import hides, multiplies_at_most, sends_at_most, works_at_least, works_at_most
 from common.labs.seen import keep
 from common.labs.write import Expected, WriteLab, page
 
@@ -113,6 +113,9 @@ def judge_buckets(case: Case, rank: int, notes: Notes):
     if not sums:
         return
     yield from multiplies_at_most(notes, 3 * case.layers)
+    product = case.width**2 * case.samples // case.ranks
+    yield from works_at_least(notes, (3 * case.layers - 1) * product)
+    yield from works_at_most(notes, 3 * case.layers * product, "Larger ones hide nothing more.")
     # The last layer's `dy` is not needed; but who computes it first has no other product for a last bucket of one layer
     needed = 3 * case.layers - (sums[-1].bytes > layer)
     if any(call.products >= min(needed, notes.products) for call in sums[:-1]):

@@ -44,7 +44,7 @@ class TypesLab(Writing):
         try:
             answered = ask(file, ROOT / self.source, [question.code for question in asked])
         except Refused as refused:
-            return Verdict(0.0, (str(refused),))
+            return Verdict(0.0, (str(refused),), unjudged=True)
         score, feedback = self._grade_functions(list(zip(asked, answered)), folder)
         if not any(answers.get(f"bug_{number}_line", "0").strip("0 ") for number in range(1, 4)):
             feedback.append("answer.toml says nothing of the three bugs yet.")

@@ -86,7 +86,8 @@ class Tables(Lab):
         try:
             schedule = read_csv(path)
             if schedule.actions == (STARTED,) * case.pp:
-                return Verdict(0.0, ("The table is still to be filled in: a line for each rank, and F0 begins each.",))
+                empty = "The table is still to be filled in: a line for each rank, and F0 begins each."
+                return Verdict(0.0, (empty,), unjudged=True)
             if wrong := incomplete(schedule.actions, case.pp, case.micro_batches):
                 raise UsageError(wrong)
             if not self.split and schedule.splits_backward:

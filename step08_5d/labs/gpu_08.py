@@ -32,9 +32,10 @@ class TraceLab(Writing):
             try:
                 run = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=SECONDS)
             except subprocess.TimeoutExpired:
-                return Verdict(0.0, (f"it does not end in {SECONDS} s.",))
+                return Verdict(0.0, (f"it does not end in {SECONDS} s.",), unjudged=True)
             if run.returncode:
-                return Verdict(0.0, (run.stderr.strip().splitlines()[-1].removeprefix("error: ") + ".",))
+                why = run.stderr.strip().splitlines()[-1].removeprefix("error: ")
+                return Verdict(0.0, (f"{why}.",), unjudged=True)
         return self.grade(self.read(trace, file))
 
     def read(self, path: Path, file: Path) -> dict:

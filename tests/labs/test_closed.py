@@ -111,6 +111,19 @@ WAYS = {  # to get at the reference, in the place of a body
         uncounted.NOTES,
     ),
     "no notes by a key": ("import torch; torch._C._DisableTorchDispatch()", uncounted.NOTES),
+    "no notes by another library": (
+        "from torch.sparse import _semi_structured_ops as s\n    with s.no_dispatch(): pass",
+        uncounted.NOTES,
+    ),
+    "operators in Python": ("import torch; torch._dispatch.python.enable_python_dispatcher()", uncounted.NOTES),
+    "an operator of its own": (
+        "import torch; torch.library.custom_op('mine::nothing', lambda: None, mutates_args=(), schema='() -> ()')",
+        uncounted.OPERATOR,
+    ),
+    "another kernel": (
+        "import torch; torch.library.Library('aten', 'IMPL').impl('neg', lambda x: x, 'CPU')",
+        uncounted.OPERATOR,
+    ),
     "notes": (f"{MODES}._get_current_dispatch_mode_stack()[-1].notes.calls.clear()", uncounted.NOTES),
     "a backend": (
         "import torch, torch.distributed as d\n"

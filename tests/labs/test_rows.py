@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.labs import checkout, grade, grades
+from common.labs import checkout, grade, grades, rows
 from common.labs.checkout import OURS, Checked, Limits, Stopped, check_in_copy, packed
 from common.labs.submit import printable
 from tests.labs.test_course import ABOUT, TABLE, archive
@@ -102,6 +102,23 @@ def test_a_copy_is_looked_at_after_every_lab(tmp_path, monkeypatch):
     asked = [{"id": id, "student": 1, "files": {}} for id in "ab"]
     results, changed = check_in_copy(packed(tmp_path / "clean"), asked, Limits())
     assert changed == ["a.py"] and [each.fault[:11] for each in results] == ["", "not checked"]
+
+
+def test_a_note_says_why_there_is_nothing(tmp_path, monkeypatch):
+    """Of what hangs or is not there yet, in the table and on the marker's page; not of what is wrong, or unsure."""
+    run, said = hand_in(tmp_path), "With 1 rank: it does not end. rank 0 is at line 9: `while True:`."
+    archive(tmp_path / "inbox/9.zip", **{"submission.json": ABOUT.replace('"student": 7', '"student": 9')})
+    (tmp_path / "class.csv").write_text("number,name\n7,A\n8,A\n9,A\n10,A\n")
+    hangs, unsure = Checked(TABLE.id, 0.0, [said, "x"], unjudged=True), Checked(TABLE.id, 0.0, [said], "", True, True)
+    for found, note in ((hangs, f"{TABLE.id}: {said}"), (Checked(TABLE.id, 0.0, [said]), ""), (unsure, "too busy")):
+        check_by(lambda _, asked, limits, found=found: ([found] if asked else [], []), monkeypatch)
+        assert run("--roster", str(tmp_path / "class.csv")) == 0
+        notes = {number: row["notes"] for number, row in table(tmp_path).items()}
+        assert note in notes["7"] and (said in notes["7"]) == (found is hangs)
+    page = (tmp_path / "out/marker.html").read_text().partition("</table>")[0]
+    for number, note in (("9", rows.EMPTY), ("10", rows.NOTHING)):
+        assert notes[number].startswith(note) and page.count(note) == 1
+    assert rows.EMPTY in (tmp_path / "out/results/9.json").read_text()
 
 
 def test_names_do_not_command_a_terminal():

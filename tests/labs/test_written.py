@@ -11,7 +11,7 @@ import torch
 
 from common.labs.notes import Held, Notes, SeenCall
 from common.labs.ranks import Case, _collect
-from common.labs.written import Failure, read_failure, read_result, write_failure, write_result
+from common.labs.written import Failure, plain, read_failure, read_result, write_failure, write_result
 
 NOTES = Notes(
     [SeenCall("all_reduce", 8, (0, 1), 3, 1), SeenCall("send", 8, (0, 1), 4, 1, 1)],
@@ -25,7 +25,7 @@ NOTES = Notes(
 def test_tensors_and_notes_come_back(dtype, shape):
     value = torch.arange(6.0)[: torch.Size(shape).numel()].reshape(shape).to(dtype)
     turned = torch.arange(6.0).reshape(2, 3).t().requires_grad_()
-    values, notes = read_result(write_result({"x": value, "t": turned, "no": None, "text": "a"}, NOTES))
+    values, notes = read_result(write_result(plain({"x": value, "t": turned, "no": None, "text": "a"}), NOTES))
     assert values["x"].dtype == dtype and torch.equal(values["x"], value) and values["x"].shape == shape
     assert torch.equal(values["t"], turned) and values["no"] is None and repr(values["text"]) == "'a'"
     assert notes == NOTES
@@ -37,7 +37,7 @@ def test_odd_values_are_text():
             return exec, ("raise SystemExit",)
 
     odd = {"odd": Odd(), "sparse": torch.eye(2).to_sparse()}
-    values, _ = read_result(write_result(odd, Notes()))
+    values, _ = read_result(write_result(plain(odd), Notes()))
     assert "Odd" in repr(values["odd"]) and "sparse" in repr(values["sparse"])
 
 
@@ -48,7 +48,7 @@ class Gift:
         return os.mkdir, ("gift",)
 
 
-RIGHT = json.loads(write_result({"x": torch.ones(2)}, NOTES))
+RIGHT = json.loads(write_result(plain({"x": torch.ones(2)}), NOTES))
 
 
 @pytest.mark.parametrize(
