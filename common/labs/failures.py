@@ -1,9 +1,10 @@
 """Why a case has no results, from what its ranks report."""
 
 import re
+from collections.abc import Collection
 
 from common.errors import LOST_PEER, first_line
-from common.labs.notes import Notes
+from common.labs.notes import Notes, SeenCall
 from common.labs.written import Failure
 
 DIED = "died without a word (killed, out of memory, os._exit, or by a message of another size than it waited for)"
@@ -18,7 +19,8 @@ def describe(found: dict[int, Failure], finished: dict[int, Notes], ranks: int) 
     if hangs and len(causes) == len(hangs):
         where = [f"rank {rank} {failure.text}" for rank, failure in sorted(hangs.items())]
         where += [_ended(rank, notes, where) for rank, notes in finished.items() if rank not in hangs]
-        return "it does not end. " + "; ".join(where) + "."
+        of = {rank: each.calls for rank, each in hangs.items()} | {rank: each.calls for rank, each in finished.items()}
+        return "it does not end. " + "; ".join(where) + "." + _first_difference(of, finished)
     dead = [rank for rank in range(ranks) if rank not in found and rank not in finished]
     if not causes and dead:
         lost = "; ".join(f"rank {rank} {failure.text}" for rank, failure in sorted(found.items()))
@@ -36,6 +38,48 @@ def _ended(rank: int, notes: Notes, where: list[str]) -> str:
         if any(re.search(rf"^rank \d+ waits .*{kind[0]} of \S+ bytes {kind[1]} rank {rank}\b", each) for each in where):
             return f"{ended} and never {does} it"
     return ended
+
+
+def _first_difference(of: dict[int, list[SeenCall]], finished: Collection[int]) -> str:
+    """The first collective in which the ranks of a group differ, given what each has started; empty if there is none.
+
+    Those of one rank may go on for a while with later calls of others, and hang much later than the mistake.
+    """
+    for members in {call.members: 0 for calls in of.values() for call in calls if call.peer is None}:
+        calls = {
+            rank: [each for each in mine if each.members == members and each.peer is None]
+            for rank, mine in of.items()
+            if rank in members
+        }
+        lines = {rank: {each.line for each in mine} for rank, mine in calls.items()}
+        for number in range(max(map(len, calls.values()), default=0)):
+            at = {rank: mine[number] for rank, mine in calls.items() if number < len(mine)}
+            ended = [rank for rank in calls if rank not in at and rank in finished]
+            one, *others = at.values()
+            elsewhere = any(
+                mine.line != their.line and mine.line in lines[other]  # and no two branches of one `if`
+                for mine in at.values()
+                for other, their in at.items()
+            )
+            if ended or elsewhere or any(_what(each) != _what(one) for each in others):
+                begins: dict[str, list[int]] = {}  # what is begun -> by whom
+                for rank, call in at.items():
+                    begins.setdefault(f"{_what(call)} in line {call.line}", []).append(rank)
+                texts = [f"{_named(who)}: {what}" for what, who in begins.items()]
+                texts += [f"{_named(ended)}: none"] if ended else []
+                first = f"Of what {_named(members)} begin together, number {number + 1} is the first that differs"
+                return f" {first}. {'; '.join(texts)}."
+    return ""
+
+
+def _what(call: SeenCall) -> str:
+    """What must be the same on all ranks of a group. Each may send as much as it likes in an all-to-all."""
+    return str(call) if call.op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast") else call.op
+
+
+def _named(ranks: Collection[int]) -> str:
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 def plain_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from common.labs.ranks import Case
 
 USUALLY = "What this usually is:"
 FEW_DIGITS = 1e-5  # the share of a norm by which what was computed in float32 may err
+SIMPLE = 8  # the largest denominator of a factor that says something of one number alone
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Graded:
                 "this is nearly right, as if something was computed in float32: stay with the type that you are given."
             ]
         factor = self.factor
-        return [] if factor in (None, 1.0) else [_about_factor(factor, self.case, cases)]
+        return [] if factor in (None, 1.0) else _about_factor(factor, int(wanted.count_nonzero()), self.case, cases)
 
     @property
     def factor(self) -> float | None:
@@ -105,10 +107,13 @@ class Graded:
         return factor if math.isfinite(factor) and alike(found, factor * wanted) else None
 
 
-def _about_factor(factor: float, case: Case, cases: list[Graded]) -> str:
-    """What a factor says, if it is a size of every case, or the same in all that are wrong."""
+def _about_factor(factor: float, numbers: int, case: Case, cases: list[Graded]) -> list[str]:
+    """What a factor says, if it is a size of every case, or the same in all that are wrong, or that of many `numbers`.
+
+    Any number is some multiple of another, so of one number alone a factor says nothing, unless it is a simple ratio.
+    """
     if abs(factor + 1) < 1e-6:
-        return "all of it has the wrong sign."
+        return ["all of it has the wrong sign."]
     text = f"all of it is {factor:.4g} times what it should be"
     pairs = [(each.factor, vars(each.case)) for each in cases]
 
@@ -122,10 +127,11 @@ def _about_factor(factor: float, case: Case, cases: list[Graded]) -> str:
     for name in sorted(whole, key=lambda each: each != "ranks"):
         if is_size(name):
             there = "there are as many ranks" if name == "ranks" else f"{name.replace('_', '-')} has the same number"
-            return f"{text}, and {there}: is a sum or a mean over them taken once too often, or forgotten?"
+            return [f"{text}, and {there}: is a sum or a mean over them taken once too often, or forgotten?"]
     if len(pairs) > 1 and all(found and abs(found / factor - 1) < 1e-6 for found, _ in pairs):
-        return f"{text}, whatever the sizes: is a constant factor missing, or something counted twice?"
-    return f"{text}."
+        return [f"{text}, whatever the sizes: is a constant factor missing, or something counted twice?"]
+    simple = abs(float(Fraction(factor).limit_denominator(SIMPLE)) / factor - 1) < 1e-6
+    return [f"{text}."] if numbers > 1 or simple else []
 
 
 def _difference(right: Tensor, found: Tensor | None, rough: float) -> str:
@@ -141,7 +147,13 @@ def _difference(right: Tensor, found: Tensor | None, rough: float) -> str:
         return ""
     place = tuple(bad.nonzero()[0].tolist())
     at = f" at {list(place)}" if place else ""
-    return f"differs first{at}: {found[place].item():.6g} instead of {right[place].item():.6g}."
+    return f"differs first{at}: {' instead of '.join(_told_apart(found[place].item(), right[place].item()))}."
+
+
+def _told_apart(found: float, right: float) -> tuple[str, str]:
+    """Both, with as many digits as it takes to see that they are not the same: six, or more."""
+    pairs = [(f"{found:.{digits}g}", f"{right:.{digits}g}") for digits in range(6, 18)]
+    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
 
 
 def alike(found: Tensor | None, value: Tensor | None) -> bool:

@@ -33,6 +33,7 @@ from common.labs.uncounted import refuse_uncounted
 from common.labs.written import Failure, plain, write_failure, write_result
 
 LONGEST = timedelta(seconds=120)  # that gloo waits: by then, the check has ended
+MOST = 10_000  # calls of a rank that hangs: it may hang because they never end
 
 
 def run(
@@ -161,7 +162,8 @@ def _watch(watching: list[Watching], main: int, folder: Path, rank: int) -> None
                     what = f"waits for its {waited} of line {waited.line}, at {_quoted(file, line)}"
                 elif calls and not last:
                     what += f" (the last that it started is {calls[-1]}, line {calls[-1].line})"
-                _write(folder / f"failure.{rank}", write_failure(Failure("hangs", what, time.monotonic())))
+                hangs = Failure("hangs", what, time.monotonic(), calls[:MOST])
+                _write(folder / f"failure.{rank}", write_failure(hangs))
             return
     os._exit(1)
 

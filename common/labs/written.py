@@ -7,7 +7,7 @@ reading it cannot run code, as reading a pickle can, and whatever has not the ri
 import base64
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Failure:
     kind: str  # "raised", "unwritten", "reads the reference" or "hangs"
     text: str
     when: float
+    calls: list[SeenCall] = field(default_factory=list)  # of a rank that hangs: all that it has started
 
 
 class Other:
@@ -65,7 +66,8 @@ def read_failure(content: bytes) -> Failure:
     """Raises ValueError for what `write_failure` does not write."""
     try:
         found = json.loads(content)
-        return Failure(_is(str, found["kind"]), _is(str, found["text"]), _is(float, found["when"]))
+        calls = [_read_call(*each) for each in _is(list, found["calls"])]
+        return Failure(_is(str, found["kind"]), _is(str, found["text"]), _is(float, found["when"]), calls)
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
+from common.labs.failures import describe
 from common.labs.notes import Held, Notes, SeenCall
 from common.labs.ranks import Case, _collect
 from common.labs.written import Failure, plain, read_failure, read_result, write_failure, write_result
@@ -89,8 +90,44 @@ def test_a_wait_belongs_to_the_case_in_which_a_rank_waits(tmp_path):
 
 
 def test_failures():
-    failure = Failure("raised", "a", 3.5)
+    failure = Failure("hangs", "a", 3.5, NOTES.calls)
     assert read_failure(write_failure(failure)) == failure
     for content in (pickle.dumps(failure), b"[]", b'{"kind": 3, "text": "", "when": 1.0}', b"[" * 99_999):
         with pytest.raises(ValueError):
             read_failure(content)
+
+
+def gathers(*lines: int, op: str = "all_gather", bytes: int = 8) -> list[SeenCall]:
+    return [SeenCall(op, bytes, (0, 1), line, 0) for line in lines]
+
+
+# Lines in which rank 0 and rank 1 gather, and what is said of the first that differs
+DIFFER = {
+    "one goes without": ((3, 3, 5, 3), (3, 3, 5, 5), "number 4 is the first that differs. rank 0: all_gather of 8"),
+    "lines of two branches": ((3, 3, 7), (3, 3, 8), ""),
+    "one is behind": ((3, 3, 5), (3, 3), ""),
+}
+
+
+@pytest.mark.parametrize("case", DIFFER)
+def test_the_first_call_in_which_ranks_that_hang_differ(case):
+    *lines, said = DIFFER[case]
+    found = {rank: Failure("hangs", "waits", 1.0, gathers(*each)) for rank, each in enumerate(lines)}
+    text = describe(found, {}, 2)
+    assert text.startswith("it does not end. rank 0 waits; rank 1 waits.") and said in text
+    assert said or "differs" not in text
+
+
+def test_the_first_call_that_differs_by_what_it_is():
+    found = {0: Failure("hangs", "waits", 1.0, gathers(3) + gathers(4, op="reduce_scatter"))}
+    text = describe(found | {1: Failure("hangs", "waits", 1.0, gathers(3, 5))}, {}, 2)
+    assert text.endswith(
+        "differs. rank 0: reduce_scatter of 8 bytes in line 4; rank 1: all_gather of 8 bytes in line 5."
+    )
+    text = describe(found, {1: Notes(gathers(3))}, 2)
+    assert text.endswith(
+        "rank 1 has come to its end. Of what ranks 0 and 1 begin together, number 2 is the first that differs. "
+        "rank 0: reduce_scatter of 8 bytes in line 4; rank 1: none."
+    )
+    found = {rank: Failure("hangs", "waits", 1.0, gathers(3, op="all_to_all", bytes=rank)) for rank in range(2)}
+    assert "differs" not in describe(found, {}, 2), "each rank sends as much as it likes"
