@@ -10,6 +10,9 @@ from common.labs.seen import count, keep, lend, patiently
 from common.labs.write import Expected, WriteLab, page
 
 KEPT = "gathered while the last weight is there"
+OTHERS_ROWS = (
+    "a shard was updated with rows that are another's: those of rank r begin at r * len(shard), however many ranks."
+)
 
 
 def _drawn(case: Case) -> tuple[torch.Tensor, ...]:
@@ -75,7 +78,14 @@ def _descend(case: Case, gradients) -> list[dict[str, torch.Tensor]]:
 
 
 def _one_step(
-    case: Case, early: bool = False, behind: int | None = 1, turned: bool = False, first: str = "", of: int = 0
+    case: Case,
+    early: bool = False,
+    behind: int | None = 1,
+    turned: bool = False,
+    first: str = "",
+    of: int = 0,
+    in_place: bool = False,
+    rows_of: int = 0,
 ) -> list[dict[str, torch.Tensor]]:
     """The shards of every rank after a step of one process that makes a mistake.
 
@@ -84,6 +94,8 @@ def _one_step(
         behind: dy becomes 0 where activation `layer + behind` is; None: nowhere.
         turned: dy meets the weight as it is, and not transposed.
         of: a weight's gradient is made of activation `layer + of`.
+        in_place: the target is subtracted from the last activation itself.
+        rows_of: a shard is updated with the rows of the rank that comes so many later.
         first: "weights" or "both": the backward begins with the first layer, for its weight alone or with what it took.
     """
     weights, x, target = _drawn(case)
@@ -91,13 +103,15 @@ def _one_step(
     for weight in weights:
         activations.append(torch.relu(activations[-1] @ weight))
     dy = 2 * (activations[-1] - target) / target.numel()
+    activations[-1] = activations[-1] - target if in_place else activations[-1]
     for number in reversed(range(case.layers)):
         layer = case.layers - 1 - number if first else number
         taken = layer if first == "both" else number
         if behind is not None:
             dy = dy * (activations[taken + behind] > 0)
         old = weights[layer].clone()
-        weights[layer] -= 0.5 * activations[taken + of].T @ dy
+        dweight = activations[taken + of].T @ dy
+        weights[layer] -= 0.5 * dweight.roll(-rows_of * case.width // case.ranks, 0)
         dy = dy @ (old if turned else weights[layer].T if early else old.T)
     return _shards(case, weights)
 
@@ -132,6 +146,9 @@ def expect(case: Case) -> list[Expected]:
         ),
         "the gradient was set to 0 where the layer's input is 0: look at its output.": _one_step(case, behind=0),
         "a weight's gradient is made of the layer's input, and here it is made of the output.": _one_step(case, of=1),
+        "where the output is 0 was looked up in the error. If `error` is made in place (`-=`), it is the last layer's "
+        "output itself, which the backward still needs: make a new tensor.": _one_step(case, in_place=True),
+        OTHERS_ROWS: [_one_step(case, rows_of=each) for each in range(1, case.ranks)],
         "dy passes back through a layer by its weight transposed (`weight.T`), and here the weight is as it is: it is "
         "square, so nothing else complains.": _one_step(case, turned=True),
         "the backward begins with the last layer: what passes back is the loss's gradient, and it meets the layers in "
@@ -139,7 +156,7 @@ def expect(case: Case) -> list[Expected]:
         "the shard is as it was. `shard = shard - ...` makes a new tensor, and the list keeps the old one: change it "
         "in place (`shard -= ...`).": _shards(case, _drawn(case)[0]),
     }
-    each = {text: of if isinstance(of[0], list) else [of] for text, of in wrong.items()}
+    each = {text: [of] if of and isinstance(of[0], dict) else of for text, of in wrong.items()}
     of = [{text: [way[rank] for way in ways] for text, ways in each.items()} for rank in range(case.ranks)]
     return [Expected.of(right[rank], of[rank]) for rank in range(case.ranks)]
 
@@ -152,6 +169,7 @@ def errors(case: Case) -> dict[str, str]:
         f"({case.samples // case.ranks}x{case.width} and {rows}x{case.width})": text,
         f"tensor a ({rows}) must match the size of tensor b ({case.width})": "`dweight` is whole, and a shard is this "
         "rank's rows: reduce-scatter it first.",
+        f"tensor a ({rows}) must match the size of tensor b (": OTHERS_ROWS,
     }
 
 
@@ -173,11 +191,17 @@ def judge(case: Case, rank: int, notes: Notes):
     if notes.counts[KEPT]:
         yield (
             f"a layer's whole weight is still there when the next one is gathered, {notes.counts[KEPT]} times in two "
-            "steps: a loop's variable keeps it. Let go of it (`del`) when its layer is done."
+            "steps: a variable or a list still holds it. Let go of it (`del`) when its layer is done."
         )
     shards = (case.layers + 1) * weight / case.ranks  # one of them is in two versions while it changes
     kept = 8 * (case.layers + 4) * case.samples // case.ranks * case.width  # activations
     what = "Some gathered weights, or whole gradients, are kept longer than their layer."
+    if case.ranks == 1:
+        what = "Some weights or gradients are kept longer than their layer, or longer than the step before."
+    elif sum(each.bytes for each in notes.largest if each.bytes >= weight) <= 2 * weight:
+        what = (
+            "It is no whole weight that is too many. Parts add up, too: a gradient's rows are done when its shard is."
+        )
     # A gradient, and a weight that is gathered: its parts, and the whole
     yield from holds_at_most(notes, shards + kept + 3 * weight, what)
 
