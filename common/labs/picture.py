@@ -14,6 +14,7 @@ from common.labs.notes import Notes, SeenCall
 
 NAME = "check.png"
 RANKS = 4  # that are shown
+FEW = 16  # whole numbers of each rank, in lines
 MESSAGES = 6  # of each rank, in lines
 NUMBERS = 48  # of each rank, in the picture
 LEAST = 8  # numbers for which the picture has room: beside fewer, the words on them would not fit
@@ -40,7 +41,13 @@ def in_words(graded: Graded, notes: list[Notes]) -> list[str]:
 
 def _whole_numbers(graded: Graded, name: str, rank: int) -> str:
     right, found = graded.expected[rank].values[name], graded.found[rank].get(name)
-    return f"  {_of(rank, graded)}{right.tolist()}  {found.tolist() if isinstance(found, Tensor) else found}"
+    return f"  {_of(rank, graded)}{_listed(right)}  {_listed(found) if isinstance(found, Tensor) else found}"
+
+
+def _listed(numbers: Tensor) -> str:
+    """All of them, or so many as a line has room for."""
+    more = f"{', '.join(map(str, numbers[:FEW].tolist()))}, and {len(numbers) - FEW} more" if numbers.dim() == 1 else ""
+    return f"[{more}]" if more and len(numbers) > FEW else str(numbers.tolist())
 
 
 def _of(rank: int, graded: Graded) -> str:

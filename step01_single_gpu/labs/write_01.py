@@ -7,8 +7,9 @@ import torch
 from common.labs.notes import Notes
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, works_at_most
-from common.labs.seen import count, keep
+from common.labs.seen import count, keep, unseen
 from common.labs.write import Expected, WriteLab, page
+from step01_single_gpu.labs.regions import ODD, oddities
 
 # ---- write-01-a: micro-batches and recomputation by hand -------------------------------------------------------------
 
@@ -218,7 +219,13 @@ def _pass(case: Case, around, beginning=lambda dy: dy) -> dict[str, torch.Tensor
 
 
 def recompute(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
-    return _pass(case, lambda layer: partial(student.recompute, layer))
+    found = _pass(case, lambda layer: partial(student.recompute, layer))
+    if case.layers == 1:
+        with unseen():
+            odd = oddities(student.recompute)
+        for each in odd:
+            count(each)
+    return found
 
 
 def expect_recompute(case: Case) -> list[Expected]:
@@ -227,6 +234,8 @@ def expect_recompute(case: Case) -> list[Expected]:
         "weights that the function uses besides its inputs got nothing: `torch.autograd.grad` forgets what it is not "
         "asked for, and `torch.autograd.backward` does not.": {"gradient of ups": None, "gradient of downs": None},
         "the backward returns no gradient for the tensors among its inputs.": {"dx": None},
+        "the inputs were not cut off from the graph that they came from, so the region's backward went on beyond it, "
+        "and autograd once more: detach them.": {"dx": 2 * right["dx"]},
         "several tensors may be among the inputs, and each that requires a gradient gets its own.": {
             "gradient of gates": None
         },
@@ -245,6 +254,10 @@ def errors_of_recompute(case: Case) -> dict[str, str]:
         "with its output, within `torch.enable_grad()`.",
         "can only save variables": "some inputs are no tensors: `save_for_backward` takes tensors only.",
         "has no attribute 'detach'": "some inputs are no tensors: hand them to the function as they are.",
+        "tensors used as indices": "the function got its arguments in another order than the forward: tensors and "
+        "others may take turns, so keep what is no tensor with its place.",
+        "gradient different than None": "gradients are in the order of the forward's arguments: the first one is "
+        "`function`, and the first gradient None. So is that of each argument that is no tensor.",
         "incorrect number of gradients": "the backward returns a gradient for each argument of the forward, `function` "
         "included, and None for what is no tensor.",
         "backward through the graph a second time": "the graph of the second forward begins at inputs that are cut off "
@@ -261,6 +274,7 @@ def judge_recompute(case: Case, rank: int, notes: Notes):
         yield "there is no second forward: where do the numbers between the weights come from in the backward?"
     elif forwards > 2 * case.layers:
         yield f"each region's forward runs {forwards / case.layers:g} times, and twice is enough."
+    yield from (text for what, text in ODD.items() if notes.counts[what])
 
 
 LABS = [

@@ -43,6 +43,8 @@ def judge_attention(case: Case, rank: int, notes: Notes):
 
 # ---- write-06-b: backward --------------------------------------------------------------------------------------------
 
+DELTA = "delta is one number for each query: a sum over the width, and not over the queries."
+
 
 def differentiate(student, case: Case, rank: int) -> dict[str, Tensor]:
     mine = places(case, rank)
@@ -68,11 +70,20 @@ def _backward(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict
         sums_of_both[:, keys] = (p_of_block * dp)[:, keys].sum(-1, keepdim=True)
     nothing = torch.zeros_like(sums)
 
-    turned = torch.zeros_like(causal)  # what every rank's queries see if keys are taken for those of another rank
+    # What every rank's queries see if keys are taken for those of another rank, or of that from which they came last
+    turned, early, delta = torch.zeros_like(causal), torch.zeros_like(causal), (p @ v * dout).sum(-1)
+    ours, first, all_of = torch.zeros_like(p), torch.zeros_like(sums), torch.zeros_like(sums)
     for rank in range(case.ranks):
-        turned[places(case, rank)] = seen_by(case, rank, sign=1)[places(case, rank)]
+        mine = places(case, rank)
+        turned[mine] = seen_by(case, rank, sign=1)[mine]
+        early[mine] = _seen_after_passing(case, rank)[mine]
+        first[mine] = (p @ v * dout)[mine].sum(0)[0]  # of all queries, in the first place of the width
+        all_of[mine] = delta[mine].sum()
+        for source in range(case.ranks):  # whose keys meet my queries as if they were at the same places among mine
+            ours[mine[:, None], mine] += (p * (dp - sums))[mine[:, None], places(case, source)]
     total = scores.logsumexp(-1, keepdim=True)
-    p_turned = ((q @ k.T * case.width**-0.5) - total).exp() * turned
+    of_all = (q @ k.T * case.width**-0.5) - total
+    p_turned, p_early = of_all.exp() * turned, of_all.exp() * early
 
     def gradients(p: Tensor, sums: Tensor, dp: Tensor = dp) -> tuple[Tensor, ...]:
         dscores = p * (dp - sums) * case.width**-0.5
@@ -97,10 +108,35 @@ def _backward(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict
         ],
         "keys were taken for those of another rank. Messages go to the next rank: where did keys start that have come "
         "h hops?": [gradients(p_turned, sums)],
+        "keys had moved on before they were used: those of rank (rank - hop) are here until `pass_on`, then those of "
+        "the rank before it. Add first, then pass on.": [gradients(p_early, sums)],
+        "a query's gradient is made of the keys that are visiting, those in `ring`; here it was the rank's own keys.": [
+            (ours * case.width**-0.5 @ k, *gradients(p, sums)[1:])
+        ],
+        DELTA: [
+            gradients(p, first),
+            gradients(p, all_of),
+        ],
+        "the scores that `block` returns are multiplied by WIDTH**-0.5 already, and here they were once more.": [
+            gradients((scores * case.width**-0.5 - total).exp(), sums)
+        ],
         "a weight meets its value, so the gradient of a weight is dout times that value, and no key.": [
             gradients(p, sums, dout @ k.T)
         ],
     }
+
+
+def _seen_after_passing(case: Case, rank: int) -> Tensor:
+    """Which keys a rank's queries see (tokens, tokens) if those of rank r - 1 are taken for those of rank r."""
+    half = case.tokens // case.ranks // 2
+    mine, seen = places(case, rank), torch.zeros(case.tokens, case.tokens, dtype=torch.bool)
+    for source in range(case.ranks):
+        theirs = places(case, (source - 1) % case.ranks)
+        queries, keys = mine[half if source > rank else 0 :], theirs[: half if source < rank else None]
+        seen[queries[:, None], keys] = True
+        if source == rank:
+            seen[queries[:, None], keys] = torch.ones(2 * half, 2 * half, dtype=torch.bool).tril()
+    return seen
 
 
 def _left_behind(case: Case, own: list[tuple[Tensor, ...]], rank: int) -> dict[str, list[dict[str, Tensor]]]:
@@ -154,6 +190,11 @@ def expect_gradients(case: Case) -> list[Expected]:
     return found
 
 
+def errors_of_gradients(case: Case) -> dict[str, str]:
+    """What torch says where a number for each query should be, and one for each place of the width is."""
+    return {f"must match the size of tensor b ({case.width})": DELTA}
+
+
 def judge_gradients(case: Case, rank: int, notes: Notes):
     row = 8 * case.width * case.tokens // case.ranks
     why = {
@@ -191,5 +232,6 @@ LABS = [
         run=differentiate,
         expect=expect_gradients,
         judge=judge_gradients,
+        errors=errors_of_gradients,
     ),
 ]

@@ -12,7 +12,7 @@ CASES = (
     # Nobody chooses the two experts of rank 0, nor one of rank 1; and the last one is not chosen by tokens of rank 0
     Case(ranks=4, tokens=32, width=5, hidden=3, experts=8, choices=2, unchosen=3),
     Case(ranks=3, tokens=21, width=5, hidden=7, experts=6, choices=2),
-    Case(ranks=4, tokens=40, width=16, hidden=4, experts=8, choices=2),
+    Case(ranks=4, tokens=40, width=16, hidden=32, experts=8, choices=2),  # an expert is larger than its rows
 )
 
 
@@ -86,6 +86,8 @@ def errors_of_route(case: Case) -> dict[str, str]:
         "has come to its end": absent,
         COUNTED: "each rank knows where its own rows go, and must be told how many come: has every rank sent the "
         "others its counts?",
+        "TypeError in `exchange`": "sizes of an exchange are lists of whole numbers (int): counts in another type, "
+        "such as that of `x`, make others of them.",
         "exchange": text,
         "plit sizes": text,
         "out of bounds": "experts are counted from 0 on each rank: the number of an expert among mine.",

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from common.labs.notes import Notes
 from common.labs.ranks import Case
-from common.labs.rules import sends_at_most
+from common.labs.rules import holds_at_most, sends_at_most, works_at_most
 from common.labs.seen import keep
 from common.labs.write import Expected, WriteLab, page
 from step07_expert_parallel.labs.routing import (
@@ -18,6 +18,12 @@ from step07_expert_parallel.labs.routing import (
     prepared,
     rows_between,
 )
+
+ANEW = (
+    "an expert keeps its number when nobody chooses it: rows came to others, because numbers were counted anew among "
+    "the experts that were chosen."
+)
+BY_RANK = "rows arrive sorted by rank, and only those of one rank by expert: some came to another's expert."
 
 
 def route(student, case: Case, rank: int) -> dict[str, Tensor]:
@@ -92,10 +98,7 @@ def _misplace(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor)
         "a token has the result of one expert alone: the next one was written over it instead of added.": (
             [{"y": each[tokens, last]}, {"y": each[:, -1]}]
         ),
-        "an expert keeps its number when nobody chooses it: rows came to others, because numbers were counted anew "
-        "among the experts that were chosen.": (
-            [add(experts[_counted_anew(case, chosen)[chosen], token] * gates, token)]
-        ),
+        ANEW: ([add(experts[_counted_anew(case, chosen)[chosen], token] * gates, token)]),
     }
 
 
@@ -139,7 +142,13 @@ def _right_and_wrong(case: Case, rank: int) -> tuple[dict[str, Tensor], dict[str
         return _by_group(case, rank, gates, choices, sent, rows[order], expert[order], hidden[order], results)
 
     sorted_again = expert.argsort(stable=True)
+    anew = _counted_anew(case, chosen.flatten())[rank * mine + expert] - rank * mine
     wrong = {
+        "`expert` is counted from 0 on each rank, as `ups` and `downs` are; here it is the number among all experts.": {
+            "expert, as kept": rank * mine + expert
+        },
+        ANEW: {"expert, as kept": anew},
+        BY_RANK: {"expert, as kept": expert[sorted_again]},
         "the gates to keep are those that results are multiplied by.": {
             "gates, as kept": kept(gates=shares)["gates, as kept"]
         },
@@ -171,9 +180,7 @@ def expect_mixture(case: Case) -> list[Expected]:
         mine = x.chunk(case.ranks)[rank]
         mistakes = {text: {"y": mix(case, mine, router, ups, downs, rule)} for text, rule in texts.items()}
         mistakes |= _misplace(case, mine, router, ups, downs)
-        mistakes["rows arrive sorted by rank, and only those of one rank by expert: some came to another's expert."] = {
-            "y": confused.chunk(case.ranks)[rank]
-        }
+        mistakes[BY_RANK] = {"y": confused.chunk(case.ranks)[rank]}
         here = torch.zeros(case.experts, 1, 1, dtype=torch.float64)
         here[rank * case.experts // case.ranks : (rank + 1) * case.experts // case.ranks] = 1
         doubled = mix(case, mine, router, ups, downs) + mine
@@ -183,8 +190,14 @@ def expect_mixture(case: Case) -> list[Expected]:
         text = "only the rank's own experts have contributed: rows travel to their expert's rank, and back."
         mistakes[text] = {"y": mix(case, mine, router, ups, downs * here)}
         kept, wrong = _right_and_wrong(case, rank)
-        found.append(Expected.of({"y": mix(case, mine, router, ups, downs)} | kept, mistakes | wrong))
+        both = {text: [*_variants(mistakes.get(text)), *_variants(wrong.get(text))] for text in mistakes | wrong}
+        first = {"expert, as kept": kept["expert, as kept"]}  # where rows went to no expert, `y` says nothing of why
+        found.append(Expected.of(first | {"y": mix(case, mine, router, ups, downs)} | kept, both))
     return found
+
+
+def _variants(wrong: dict | list | None) -> list[dict]:
+    return wrong if isinstance(wrong, list) else [wrong] if wrong else []
 
 
 def judge_route(case: Case, rank: int, notes: Notes):
@@ -197,6 +210,14 @@ def judge_route(case: Case, rank: int, notes: Notes):
     most = max(arrived(case))  # rows of the rank whose experts are most popular
     numbers = 8 * max(most, case.tokens // case.ranks * case.choices)  # if the number of its expert travels with a row
     yield from sends_at_most(notes, bytes_of_a_trip(case) + share * (counts + numbers), why)
+    came, went = arrived(case)[rank], case.tokens // case.ranks * case.choices
+    router = 2 * case.tokens // case.ranks * case.width * case.experts  # it may be asked once more
+    what = "An expert multiplies the rows that came for it, and none that came for others."
+    yield from works_at_most(notes, 2 * came * case.width * case.hidden + router, what)
+    rows = 4 * (came + went) * case.width + 4 * came * case.hidden  # also if each expert's are padded, or sorted again
+    scores = 2 * went * (case.experts + 8)  # and choices, and what counts them
+    what = "A rank needs rows, and of each expert one weight: no copy of it for each row."
+    yield from holds_at_most(notes, 8 * (rows + scores), what)
 
 
 LABS = [
