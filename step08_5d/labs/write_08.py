@@ -255,8 +255,8 @@ SUMS = (
     Case(ranks=2, dp=1, pp=2, cp=1, tp=1, ep=1, width=4),
     Case(ranks=6, dp=3, pp=1, cp=1, tp=2, ep=2, width=12),
     Case(ranks=4, dp=2, pp=2, cp=1, tp=1, ep=2, width=8),
-    Case(ranks=8, dp=1, pp=2, cp=2, tp=2, ep=2, width=16),
     Case(ranks=8, dp=2, pp=1, cp=2, tp=2, ep=4, width=8),
+    Case(ranks=8, dp=1, pp=2, cp=2, tp=2, ep=2, width=16),
 )
 LABS = [
     WriteLab(
