@@ -92,7 +92,10 @@ def judge_buckets(case: Case, rank: int, notes: Notes):
         yield "nothing is summed over the ranks."
     elif sum(call.bytes for call in sums) < case.layers * layer:
         some = sum(call.bytes for call in sums) // layer
-        yield f"{some} of {case.layers} layers are summed: those that fill no bucket at the end are sent, too."
+        if len(sums) == buckets and 2 * sum(call.bytes for call in sums) == case.layers * layer:
+            yield "the sums have half the bytes of the gradients: stay with the type that you are given."
+        else:
+            yield f"{some} of {case.layers} layers are summed: those that fill no bucket at the end are sent, too."
     elif len(sums) < buckets:
         yield f"sums are sent {len(sums)} instead of {buckets} times: a bucket that is full need not wait for others."
     if len(notes.waits) < len(sums):
