@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.compare import Record
-from common.labs.answers import keep, kept, number, read_answers, unknown
+from common.labs.answers import PREDICTIONS, keep, kept, number, read_answers, unknown
 from common.labs.copies import Edit, copy_project, edited, read
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict, wrapped
@@ -99,8 +99,8 @@ class Predict(Lab):
             none = "No answer yet: predict at least one number in answer.toml, then check."
             return Verdict(0.0, (none, *lines), unjudged=True)
         row = dict(zip(names, values))
-        first = next(iter(kept(folder / "stored.jsonl")), None)
-        lost = keep(folder / "stored.jsonl", row)  # before anything is measured
+        first = next(iter(kept(folder / PREDICTIONS)), None)
+        lost = keep(folder / PREDICTIONS, row)  # before anything is measured
         stored = f"Your answer is not stored: {lost}." if lost else "Your answer is stored."
         stored += " The score is of your last answer."
         if first:
