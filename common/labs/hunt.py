@@ -123,8 +123,8 @@ class Hunt(Lab):
             worth, told = 0.0, f"place: you have named {GUESSES} wrong ones. Now it is judged with a repair that works."
             told += f" Measure: {FIRST[0].lower()}{FIRST[1:]}"
         elif looked and place < 0.5:
-            here = [row for row in named if row["file"] == named[-1]["file"]]
-            ask = f" {bug.ask}" if place and here[1:] else ""  # the second time, so that `line = 1` is no way to ask
+            times = sum(row["file"] == named[-1]["file"] for row in named)
+            ask = f" {bug.ask}" if place and times > 1 else ""  # the second time, so that `line = 1` is no way to ask
             told = f"{said}{ask} (Wrong place {len(named)} of {GUESSES}.)"
         if not changed:
             return Verdict(worth, (told, "fix: all files are as you got them; repair the one with the bug."))
@@ -161,10 +161,10 @@ class Hunt(Lab):
         """The different places that the student has named by now, wrong ones and this one, which is worth `place`."""
         answers = read_answers(folder)
         row = {"file": self._as_seen_here(answers["file"]), "line": int(answers["line"])}
-        before = [each for each in kept(folder / PLACES) if each != row]
-        if place < 0.5 and row not in kept(folder / PLACES):
+        wrong = kept(folder / PLACES)
+        if place < 0.5 and row not in wrong:
             keep(folder / PLACES, row)
-        return [*before, row]
+        return [*(each for each in wrong if each != row), row]
 
     def _repaired(self, folder: Path, bug: Bug, file: Path) -> list[tuple[int, int]]:
         """First and last line of each of the student's changes, in the file as they got it."""
