@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from common.labs.exhibits import ROOM, exhibit, inline, lines
 from common.labs.pictures import pictures
-from common.labs.references import where_things_are
+from common.labs.references import is_picture, where_things_are
 from common.labs.sentences import (
     COMMANDS,
     COUNTED,
@@ -198,7 +198,7 @@ def cost(items: list[Item], start: int, end: int) -> float:
     changes = [(a, b) for a, b in zip(part, part[1:]) if a.place != b.place]
     high = HEADING * len(changes) + sum(item.high for item in part if item.shown)
     filled = min(FILLED, (high + sum(item.high for item in part if not item.shown)) / ROOM) / FILLED
-    crowded = max(0, high - ROOM) + 1000 * max(0, sum("<figure" in item.body for item in part) - 1)
+    crowded = max(0, high - ROOM) + 1000 * max(0, sum(is_picture(item.body) for item in part) - 1)
     bad = 0.1 + (1 - filled) ** 2 + 1000 * (crowded / ROOM + items[start].follows)
     bad += sum(SECTION if a.section != b.section else TOPIC if a.topic else FIRST for a, b in changes)
     if changes and end < len(items):  # what begins below another heading should end there
@@ -216,7 +216,7 @@ def cost(items: list[Item], start: int, end: int) -> float:
 def points_back(items: list[Item], at: int) -> bool:
     """Whether an item's first words point at what is before it under the same heading."""
     same = at > 0 and items[at - 1].place == items[at].place and not is_item(items[at].notes)
-    first = inline(split(items[at].notes)[0]) if same and items[at].notes and "<figure" not in items[at].body else ""
+    first = inline(split(items[at].notes)[0]) if same and items[at].notes and not is_picture(items[at].body) else ""
     return bool(first) and first in items[at].body and bool(POINTS_BACK.match(items[at].notes))
 
 
@@ -257,4 +257,4 @@ def begins(item: Item) -> bool:
 
 def ends_with_its_end(item: Item) -> bool:
     """Whether a slide says the end of a paragraph, at which the next one may point."""
-    return not item.notes or "<figure" in item.body or inline(split(item.notes)[-1]) in item.body
+    return not item.notes or is_picture(item.body) or inline(split(item.notes)[-1]) in item.body

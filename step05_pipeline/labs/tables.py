@@ -151,9 +151,9 @@ def points(fast: bool, saved: float, kept: bool) -> tuple[float, float]:
 
 def _said(quick: float, score: float, fast: bool, kept: bool) -> str:
     """How the score comes about, in points of 100."""
-    time, all = 100 * (1 - VALID) * quick, 100 * (1 - VALID)
-    text = f"points  {100 * VALID:g} for running; {time:.3g} of {all:g} for time"
-    text += "" if fast else f" (too slow: {100 * (1 - VALID) * SLOW:g} at most)"
+    time, most = 100 * (1 - VALID) * quick, 100 * (1 - VALID)
+    text = f"points  {100 * VALID:g} for running; {time:.3g} of {most:g} for time"
+    text += "" if fast else f" (too slow: {most * SLOW:g} at most)"
     return f"{text}, and {100 * (1 if kept else UNKEPT):g}% of these for memory: {100 * score:.3g} of 100"
 
 
